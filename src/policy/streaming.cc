@@ -1,0 +1,28 @@
+// StreamingLLM (arXiv 2309.17453) with original positions: sinks and recents, which no policy sees,
+// and as many of the newest history windows as fit, all in full precision. Scores play no part;
+// what leaves is evicted for good.
+//
+// Deviation: the original renumbers positions inside the cache; here nothing is renumbered
+// (policies.md C8).
+#include "qevict/policy.h"
+
+namespace qevict {
+
+Plan PlanStreaming(const PlanInput& input, const Config&) {
+  Plan plan;
+  plan.placements.resize(input.candidates.size());
+  const uint64_t full_bytes = input.costs.full_bytes ? input.costs.full_bytes : 1;
+  plan.n_full_capacity = input.history_bytes / full_bytes;
+  uint64_t left = input.history_bytes;
+  for (size_t i = input.candidates.size(); i-- > 0;) {
+    // A sequence that another preset has packed keeps its codes beside the full rows.
+    const uint64_t cost =
+        full_bytes + (input.candidates[i].has_codes ? input.costs.packed_bytes : 0);
+    if (cost > left) break;
+    plan.placements[i].tier = Tier::kFull;
+    left -= cost;
+  }
+  return plan;
+}
+
+}  // namespace qevict
