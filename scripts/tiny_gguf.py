@@ -152,8 +152,8 @@ class TensorWriter:
         scale = gain / np.sqrt(shape[-1])
         self.add(f"{name}.weight", self.rng.standard_normal(shape) * scale)
 
-    def norm(self, name, size, bias=False):
-        self.add(f"{name}.weight", 1.0 + 0.1 * self.rng.standard_normal(size))
+    def norm(self, name, size, bias=False, gain=1.0):
+        self.add(f"{name}.weight", gain * (1.0 + 0.1 * self.rng.standard_normal(size)))
         if bias:
             self.bias(name, size)
 
@@ -199,8 +199,8 @@ def layer_gated(t, s, blk, _index):
     attention(t, s, blk)
     gated_ffn(t, s, blk)
     if "post_norms" in s.options:
-        t.norm(f"{blk}.post_attention_norm", s.n_embd)
-        t.norm(f"{blk}.post_ffw_norm", s.n_embd)
+        t.norm(f"{blk}.post_attention_norm", s.n_embd, gain=4.0)  # else the embedding outweighs the layers
+        t.norm(f"{blk}.post_ffw_norm", s.n_embd, gain=4.0)
 
 
 def layer_experts(t, s, blk, _index):
