@@ -1,0 +1,268 @@
+#include "ggml/cache_group.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+
+#include "ggml/lineage.h"
+#include "ggml/log.h"
+
+namespace qevict::plugin {
+namespace {
+
+std::string MiB(uint64_t bytes) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.2f MiB", static_cast<double>(bytes) / (1024.0 * 1024.0));
+  return text;
+}
+
+Result<Elem> ElemOf(const ggml_tensor* t) {
+  if (t->type == GGML_TYPE_F16) return Elem::kF16;
+  if (t->type == GGML_TYPE_BF16) return Elem::kBF16;
+  return Unimplemented(std::string("cache type ") + ggml_type_name(t->type) + " of " + t->name +
+                       " is not supported by QEVICT, which needs f16 or bf16 (remove -ctk/-ctv)");
+}
+
+Status CheckBudgetTokens(const Config& config, uint32_t cells) {
+  if (config.preset == Preset::kFull || config.budget_bytes) return {};
+  const uint64_t tokens = config.budget_tokens ? config.budget_tokens : cells;
+  const auto have = static_cast<uint64_t>(config.budget_fraction * static_cast<double>(tokens));
+  const uint64_t need = uint64_t{config.sinks} + config.recents + config.EffectiveInterval() + config.window;
+  if (have >= need) return {};
+  char text[256];
+  std::snprintf(text, sizeof(text),
+                "budget %.4g%% of %llu tokens allows %llu tokens, but sinks + recents + interval + one window need %llu: use at "
+                "least %.1f%% or a longer context (-c)",
+                config.budget_fraction * 100.0, static_cast<unsigned long long>(tokens), static_cast<unsigned long long>(have),
+                static_cast<unsigned long long>(need), std::ceil(1000.0 * static_cast<double>(need) / static_cast<double>(tokens)) / 10.0);
+  return InvalidArgument(text);
+}
+
+}  // namespace
+
+Status CacheGroup::AddTensor(ggml_tensor* tensor) {
+  const CacheName name = ParseCacheName(tensor->name);
+  if (name.kind == 'r' || name.kind == 's') {
+    return Unimplemented(std::string("recurrent state ") + tensor->name + " is not supported by QEVICT: run this model with -dev none");
+  }
+  if (name.kind != 'k' && name.kind != 'v') {
+    return Unimplemented(std::string("cache tensor ") + tensor->name + " is of a kind that QEVICT does not know: run this model with -dev none");
+  }
+  if (Result<Elem> elem = ElemOf(tensor); !elem.ok()) return elem.status();
+  const bool expects_v = !layers_.empty() && !layers_.back().v;
+  if ((name.kind == 'k') == expects_v) {
+    return Unimplemented("the model's cache has keys without values (MLA), which QEVICT does not support: run it with -dev none");
+  }
+  const auto cells = static_cast<uint32_t>(tensor->ne[1]);
+  const auto streams = static_cast<uint32_t>(tensor->ne[2]);
+  if (layers_.empty()) {
+    n_cells_ = cells;
+    n_streams_ = streams;
+    QEVICT_RETURN_IF_ERROR(CheckBudgetTokens(config_, cells));
+  } else if (cells != n_cells_ || streams != n_streams_) {
+    return Unimplemented(std::string("cache tensor ") + tensor->name + " has another shape than the first one of its buffer");
+  }
+  if (name.kind == 'k') {
+    layers_.push_back({});
+    layers_.back().model_layer = name.layer;
+    layers_.back().k = tensor;
+  } else {
+    layers_.back().v = tensor;
+  }
+  return {};
+}
+
+int CacheGroup::FindLayer(const ggml_tensor* root) const {
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    if (layers_[i].k == root || layers_[i].v == root) return static_cast<int>(i);
+  }
+  return -1;
+}
+
+void CacheGroup::Observe(const ggml_tensor* flash_attn) {
+  const int il = FindLayer(Root(flash_attn->src[1]));
+  if (il < 0) return;
+  LayerBinding& layer = layers_[static_cast<size_t>(il)];
+  layer.head_dim = static_cast<uint32_t>(flash_attn->src[1]->ne[0]);
+  layer.n_kv_heads = static_cast<uint32_t>(flash_attn->src[1]->ne[2]);
+  layer.head_dim_v = static_cast<uint32_t>(flash_attn->src[2]->ne[0]);
+}
+
+Status CacheGroup::EnsureCache() {
+  if (cache_) return {};
+  std::vector<LayerShape> shapes;
+  for (const LayerBinding& layer : layers_) {
+    if (!layer.v) return Unimplemented("the model's cache has keys without values (MLA), which QEVICT does not support");
+    if (!layer.n_kv_heads) {
+      return FailedPrecondition("layer " + std::to_string(layer.model_layer) + " has a cache but no attention over it has been seen");
+    }
+    if (layer.k->ne[0] != int64_t{layer.n_kv_heads} * layer.head_dim || layer.v->ne[0] != int64_t{layer.n_kv_heads} * layer.head_dim_v) {
+      return Unimplemented("layer " + std::to_string(layer.model_layer) + " attends over a part of its cache rows, which QEVICT does not support");
+    }
+    shapes.push_back({layer.n_kv_heads, layer.head_dim, layer.head_dim_v, *ElemOf(layer.k), *ElemOf(layer.v)});
+  }
+  Result<std::unique_ptr<KvCache>> cache = KvCache::Create(config_, shapes, n_streams_, n_cells_);
+  if (!cache.ok()) return cache.status();
+  cache_ = std::move(*cache);
+  k_written_.assign(layers_.size(), 0);
+  const uint64_t full = f16_bytes();
+  std::string line = "KV cache of " + std::to_string(layers_.size()) + " layers, " + std::to_string(n_cells_) + " cells, " +
+                     std::to_string(n_streams_) + " stream(s): full size " + MiB(full) + ", preset " + PresetName(config_.preset);
+  if (config_.preset != Preset::kFull) {
+    const uint64_t budget = config_.budget_bytes
+                                ? config_.budget_bytes
+                                : static_cast<uint64_t>(config_.budget_fraction * static_cast<double>(full) *
+                                                        (config_.budget_tokens ? static_cast<double>(config_.budget_tokens) / n_cells_ : 1.0));
+    line += ", budget " + MiB(budget);
+  }
+  LogInfo(line + ", kernels " + kernels::IsaName(kernels::ActiveIsa()));
+  return {};
+}
+
+uint64_t CacheGroup::f16_bytes() const {
+  uint64_t bytes = 0;
+  for (const LayerBinding& layer : layers_) {
+    bytes += ggml_nbytes(layer.k) + (layer.v ? ggml_nbytes(layer.v) : 0);
+  }
+  return bytes;
+}
+
+uint64_t CacheGroup::workspace_bytes() const {
+  uint64_t bytes = workspace_.bytes() + (bits_scratch_.capacity() + bias_scratch_.capacity() + mass_scratch_.capacity()) * 4;
+  for (const MaskBits& mask : masks_) bytes += mask.bytes();
+  for (const RowGroup& group : groups_) bytes += (group.bits.capacity() + group.bias.capacity() + group.windows.capacity()) * 4;
+  return bytes;
+}
+
+void CacheGroup::Clear() {
+  if (cache_) cache_->Clear();
+  step_open_ = false;
+  grouped_ = false;
+  groups_.clear();
+  partial_rows_.clear();
+  copied_streams_.clear();
+  highest_cell_.assign(n_streams_, 0);
+}
+
+Status CacheGroup::CopyStream(const ggml_tensor* src, const ggml_tensor* dst) {
+  QEVICT_RETURN_IF_ERROR(EnsureCache());
+  const ggml_tensor* root = Root(dst);
+  const auto stream = [root](const ggml_tensor* t) {
+    return static_cast<uint32_t>((static_cast<const char*>(t->data) - static_cast<const char*>(root->data)) / static_cast<ptrdiff_t>(root->nb[2]));
+  };
+  const std::pair<uint32_t, uint32_t> streams{stream(src), stream(dst)};
+  if (std::find(copied_streams_.begin(), copied_streams_.end(), streams) != copied_streams_.end()) return {};
+  copied_streams_.push_back(streams);
+  if (highest_cell_.size() == n_streams_) highest_cell_[streams.second] = highest_cell_[streams.first];
+  return cache_->CopyStream(streams.first, streams.second);
+}
+
+Status CacheGroup::ShiftRope(const ggml_tensor* op, OmpPool& pool) {
+  const int il = FindLayer(Root(op));
+  if (il < 0 || layers_[static_cast<size_t>(il)].v == Root(op)) return Unimplemented("RoPE over cached values is not supported");
+  QEVICT_RETURN_IF_ERROR(EnsureCache());
+  if (!shift_done_) {
+    const auto* delta = static_cast<const int32_t*>(op->src[1]->data);
+    shift_.assign(delta, delta + op->src[1]->ne[0]);
+    QEVICT_RETURN_IF_ERROR(cache_->ShiftPositions(shift_));
+    shift_done_ = true;
+  }
+  cache_->RotateLayer(static_cast<uint32_t>(il), shift_, pool);
+  return {};
+}
+
+int CacheGroup::DumpLayer(uint32_t il, uint32_t* births, uint8_t* tiers, float* scores, uint32_t capacity) {
+  uint32_t n = 0;
+  for (uint32_t stream = 0; stream < n_streams_; ++stream) {
+    for (const SeqId seq : cache_->Sequences(stream)) {
+      refs_scratch_.clear();
+      ids_scratch_.clear();
+      cache_->View(il, seq, refs_scratch_, ids_scratch_);
+      for (size_t i = 0; i < ids_scratch_.size(); ++i, ++n) {
+        if (n >= capacity) continue;
+        if (births) births[n] = cache_->info(ids_scratch_[i]).birth;
+        if (tiers) tiers[n] = refs_scratch_[i].format == kernels::WindowFormat::kFull ? 0 : 1;
+        if (scores) scores[n] = cache_->score(il, ids_scratch_[i]);
+      }
+    }
+  }
+  return static_cast<int>(n);
+}
+
+// --- State bytes -------------------------------------------------------------------------------------------------------
+
+void CacheGroup::ReadBytes(const ggml_tensor* tensor, size_t offset, size_t size, uint8_t* out) {
+  if (!EnsureCache().ok()) {
+    std::memset(out, 0, size);
+    return;
+  }
+  const auto il = static_cast<uint32_t>(FindLayer(tensor));
+  const bool is_k = layers_[il].k == tensor;
+  const size_t row_bytes = tensor->nb[1];
+  std::vector<uint16_t> row(row_bytes / 2);
+  for (size_t done = 0; done < size;) {
+    const size_t index = (offset + done) / row_bytes, begin = (offset + done) % row_bytes;
+    const auto stream = static_cast<uint32_t>(index / n_cells_), cell = static_cast<uint32_t>(index % n_cells_);
+    if (is_k) {
+      cache_->ReadRowK(il, stream, cell, row.data());
+    } else {
+      cache_->ReadRowV(il, stream, cell, row.data());
+    }
+    const size_t n = std::min(row_bytes - begin, size - done);
+    std::memcpy(out + done, reinterpret_cast<const uint8_t*>(row.data()) + begin, n);
+    done += n;
+  }
+}
+
+Status CacheGroup::WriteBytes(const ggml_tensor* tensor, size_t offset, size_t size, const uint8_t* data) {
+  QEVICT_RETURN_IF_ERROR(EnsureCache());
+  const size_t row_bytes = tensor->nb[1];
+  const auto il = static_cast<uint32_t>(FindLayer(tensor));
+  const bool is_k = layers_[il].k == tensor;
+  // Slices may cut rows: the bytes of an unfinished row wait for the slice that continues it.
+  std::vector<uint8_t> joined;
+  const auto waiting = std::find_if(partial_rows_.begin(), partial_rows_.end(), [&](const PartialRow& p) { return p.root == tensor; });
+  if (waiting != partial_rows_.end()) {
+    if (waiting->row_begin + waiting->bytes.size() == offset) {
+      joined = std::move(waiting->bytes);
+      joined.insert(joined.end(), data, data + size);
+      offset = waiting->row_begin;
+      data = joined.data();
+      size = joined.size();
+    }
+    partial_rows_.erase(waiting);
+  }
+  if (offset % row_bytes) {  // the head of this row never came: nothing can be made of it
+    const size_t skip = std::min(size, row_bytes - offset % row_bytes);
+    offset += skip;
+    data += skip;
+    size -= skip;
+  }
+  const size_t rows = size / row_bytes;
+  if (size % row_bytes) partial_rows_.push_back({tensor, offset + rows * row_bytes, {data + rows * row_bytes, data + size}});
+  std::vector<uint16_t> aligned(rows * row_bytes / 2);
+  std::memcpy(aligned.data(), data, rows * row_bytes);
+  Status first_error;
+  for (size_t done = 0; done < rows;) {
+    const size_t index = offset / row_bytes + done;
+    const auto stream = static_cast<uint32_t>(index / n_cells_), cell = static_cast<uint32_t>(index % n_cells_);
+    const auto n = static_cast<uint32_t>(std::min<size_t>(rows - done, n_cells_ - cell));
+    const uint16_t* block = aligned.data() + done * row_bytes / 2;
+    const Status status = is_k ? cache_->RestoreRowsK(il, stream, cell, n, block) : cache_->RestoreRowsV(il, stream, cell, n, block);
+    if (!status.ok() && first_error.ok()) first_error = status;
+    if (highest_cell_.size() == n_streams_) highest_cell_[stream] = std::max(highest_cell_[stream], cell + n);
+    done += n;
+  }
+  step_open_ = false;
+  return first_error;
+}
+
+void CacheGroup::ZeroBytes(const ggml_tensor* tensor, size_t offset, size_t size) {
+  if (!cache_) return;
+  const size_t row_bytes = tensor->nb[1];
+  const size_t begin = (offset + row_bytes - 1) / row_bytes, end = (offset + size) / row_bytes;
+  for (size_t i = begin; i < end; ++i) cache_->Kill(static_cast<uint32_t>(i / n_cells_), static_cast<uint32_t>(i % n_cells_));
+}
+
+}  // namespace qevict::plugin

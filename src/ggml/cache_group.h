@@ -1,0 +1,151 @@
+// CacheGroup: the K and V tensors of one llama.cpp cache (one buffer) and the KvCache that holds their contents.
+//
+// A step is one graph of the host program over this cache:
+//   begin   first SET_ROWS of K: read cells and positions, infer sequences, route if an event is due, append
+//   layer   SET_ROWS K, SET_ROWS V, FLASH_ATTN_EXT; scores; with a bounded prompt, routing of the layer
+// Nothing in the backend interface announces a step: the thread-count callback precedes every graph, and a second write to the
+// same layer starts a new one.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ggml.h"
+#include "ggml/mask.h"
+#include "ggml/omp_pool.h"
+#include "kernels/attention.h"
+#include "qevict/cache.h"
+
+namespace qevict::plugin {
+
+class Session;
+
+/// One layer of a cache.
+struct LayerBinding {
+  int model_layer = -1;
+  ggml_tensor* k = nullptr;
+  ggml_tensor* v = nullptr;
+  uint32_t n_kv_heads = 0, head_dim = 0, head_dim_v = 0;  ///< known once a FLASH_ATTN_EXT over the layer has been seen
+  bool rope_known = false;
+};
+
+/// Rows of one sequence (or of one set of sequences) inside the current step, which attend to the same windows.
+struct RowGroup {
+  uint32_t stream_index = 0;  ///< among the streams of the step
+  uint32_t first_row = 0, n_rows = 0;
+  SeqId seq = 0;                 ///< the sequence the rows were appended to
+  std::vector<SeqId> visible;    ///< sequences with visible tokens, oldest first
+  std::vector<WindowId> windows; ///< all their windows, in order
+  std::vector<uint32_t> bits;    ///< [n_rows][windows.size()]
+  std::vector<float> bias;       ///< [n_rows][windows.size() * window], if the mask carries values
+};
+
+class CacheGroup {
+ public:
+  explicit CacheGroup(Config config) : config_(std::move(config)) {}
+
+  /// Called by init_tensor for every cache_* tensor; refuses what cannot be held, with the sentence in the Status.
+  Status AddTensor(ggml_tensor* tensor);
+  /// Learns the head shape of a layer from an attention op over it.
+  void Observe(const ggml_tensor* flash_attn);
+  bool Owns(const ggml_tensor* root) const { return FindLayer(root) >= 0; }
+
+  /// The thread-count callback: the next write begins a step.
+  void NoteGraph() {
+    step_open_ = false;
+    shift_done_ = false;
+    copied_streams_.clear();
+  }
+  Status SetRows(const ggml_tensor* op, const ggml_cgraph* graph, OmpPool& pool);
+  Status FlashAttention(const ggml_tensor* op, OmpPool& pool);
+  Status ShiftRope(const ggml_tensor* op, OmpPool& pool);
+
+  void Clear();
+  Status CopyStream(const ggml_tensor* src, const ggml_tensor* dst);
+  void ReadBytes(const ggml_tensor* tensor, size_t offset, size_t size, uint8_t* out);
+  Status WriteBytes(const ggml_tensor* tensor, size_t offset, size_t size, const uint8_t* data);
+  void ZeroBytes(const ggml_tensor* tensor, size_t offset, size_t size);
+
+  /// qevict_get_layer() for one layer: entries there are, at most `capacity` written.
+  int DumpLayer(uint32_t il, uint32_t* births, uint8_t* tiers, float* scores, uint32_t capacity);
+
+  /// Makes the KvCache if the shapes are known. Fails if they are not, or if the budget cannot hold them.
+  Status EnsureCache();
+  KvCache* cache() { return cache_.get(); }
+  const std::vector<LayerBinding>& layers() const { return layers_; }
+  uint64_t workspace_bytes() const;
+  uint64_t f16_bytes() const;
+  uint32_t n_streams() const { return n_streams_; }
+  uint32_t n_cells() const { return n_cells_; }
+  void set_phase(int phase) { phase_ = phase; }
+  void set_budget_tokens(uint32_t tokens) { config_.budget_tokens = tokens; }
+  Config& config() { return config_; }
+
+  struct Timers { uint64_t attention_ns = 0, write_ns = 0, mask_ns = 0, route_ns = 0; };
+  const Timers& timers() const { return timers_; }
+
+ private:
+  int FindLayer(const ggml_tensor* root) const;
+  Status BeginStep(const ggml_tensor* op, const ggml_cgraph* graph, OmpPool& pool);
+  Status ReadTokens(const ggml_tensor* op, size_t n);
+  void ReadMask(const ggml_tensor* flash_attn);
+  Status InferSequences();
+  SeqId SequenceOfRow(uint32_t stream, const MaskBits* mask, size_t first, uint32_t row);
+  SeqId SequenceByMask(uint32_t stream, const MaskBits& mask, uint32_t row, uint32_t own_cell);
+  void DropCellsBeyond(uint32_t stream, uint32_t n_kv);
+  Status RouteDue(OmpPool& pool);
+  void BuildRowGroups();
+  void FillBits(RowGroup& group, const MaskBits& mask);
+  Status BoundedRoute(int il, OmpPool& pool);
+  struct GroupView {  ///< a row group against one layer: offsets into the scratch vectors below
+    size_t first_ref, n_refs, first_bit, first_bias, first_mass;
+  };
+  GroupView CollectGroup(uint32_t il, const RowGroup& group);
+  bool WantsMass() const { return config_.preset == Preset::kQEvict; }
+
+  Config config_;
+  std::vector<LayerBinding> layers_;
+  std::unique_ptr<KvCache> cache_;
+  uint32_t n_streams_ = 0, n_cells_ = 0;
+  int phase_ = 0;
+
+  // The current step.
+  bool step_open_ = false;
+  bool grouped_ = false;                ///< row groups are built (needs the mask)
+  std::vector<uint8_t> k_written_;      ///< per layer
+  std::vector<TokenSpec> tokens_;
+  std::vector<uint32_t> token_stream_;
+  std::vector<TokenRef> refs_;
+  std::vector<MaskBits> masks_;         ///< per stream of the step
+  uint32_t first_stream_ = 0;           ///< of the step's attention; masks_[i] belongs to first_stream_ + i
+  uint32_t rows_per_stream_ = 0;
+  std::vector<RowGroup> groups_;
+  struct SeqRows { SeqId seq; uint32_t rows; bool decode; };
+  std::vector<SeqRows> seq_rows_;
+
+  // Whole-cache operations that arrive layer by layer.
+  bool shift_done_ = false;
+  std::vector<int32_t> shift_;
+  std::vector<std::pair<uint32_t, uint32_t>> copied_streams_;
+  std::vector<uint32_t> highest_cell_;  ///< per stream: one past the highest cell written
+
+  // State bytes that end inside a row wait here for the rest: per tensor root.
+  struct PartialRow { const ggml_tensor* root; size_t row_begin; std::vector<uint8_t> bytes; };
+  std::vector<PartialRow> partial_rows_;
+
+  // Scratch, kept between calls.
+  kernels::Workspace workspace_;
+  std::vector<kernels::WindowRef> refs_scratch_;
+  std::vector<WindowId> ids_scratch_;
+  std::vector<uint32_t> bits_scratch_;
+  std::vector<float> bias_scratch_, mass_scratch_, slopes_;
+  std::vector<uint32_t> columns_scratch_;
+  std::vector<GroupView> views_scratch_;
+  std::vector<kernels::AttentionGroup> attention_scratch_;
+  Timers timers_;
+};
+
+}  // namespace qevict::plugin

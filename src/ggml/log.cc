@@ -1,0 +1,21 @@
+#include "ggml/log.h"
+
+#include <string>
+
+#include "ggml-impl.h"
+
+namespace qevict::plugin {
+namespace {
+thread_local std::string last_error;
+}
+
+void LogInfo(const std::string& message) { GGML_LOG_INFO("qevict: %s\n", message.c_str()); }
+void LogWarn(const std::string& message) { GGML_LOG_WARN("qevict: %s\n", message.c_str()); }
+void LogError(const std::string& message) {
+  SetLastError(message);
+  GGML_LOG_ERROR("qevict: %s\n", message.c_str());
+}
+void SetLastError(const std::string& message) { last_error = message; }
+const char* LastError() { return last_error.c_str(); }
+
+}  // namespace qevict::plugin

@@ -1,0 +1,15 @@
+// Logging of the plug-in: through ggml's sink, so that it lands where the host program's own log does.
+#pragma once
+
+#include <string>
+
+namespace qevict::plugin {
+
+void LogInfo(const std::string& message);
+void LogWarn(const std::string& message);
+void LogError(const std::string& message);
+/// Keeps `message` as the calling thread's qevict_last_error().
+void SetLastError(const std::string& message);
+const char* LastError();
+
+}  // namespace qevict::plugin

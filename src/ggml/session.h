@@ -1,0 +1,51 @@
+// Session: one llama_context on the QEVICT device (one ggml_backend_t), with its configuration and caches.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "ggml-backend.h"
+#include "ggml/cache_group.h"
+#include "ggml/omp_pool.h"
+#include "qevict/config.h"
+
+namespace qevict::plugin {
+
+/// Lives as long as its ggml_backend_t or one of its buffers. Groups are owned by their buffers.
+class Session {
+ public:
+  Session(uint64_t session_id, Result<Config> session_config) : id(session_id), config(std::move(session_config)) {}
+
+  const uint64_t id;
+  const Result<Config> config;      ///< not OK: every init_tensor fails with this sentence
+  OmpPool pool{1};
+  std::vector<CacheGroup*> groups;  ///< registered by their buffers
+  ggml_abort_callback abort_callback = nullptr;
+  void* abort_data = nullptr;
+  std::string refusal;              ///< not empty: compute buffers are refused with this sentence
+};
+
+/// Process-wide list of sessions; thread-safe.
+class Sessions {
+ public:
+  static Sessions& Get();
+  /// Configuration of sessions created from now on.
+  Status Configure(const char* text_or_path);
+  std::shared_ptr<Session> Create();
+  void Remove(uint64_t id);
+  /// id 0 = the newest of the calling thread. Null if there is none.
+  std::shared_ptr<Session> Find(uint64_t id);
+  static uint64_t LastOfThread();
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::shared_ptr<Session>> sessions_;
+  uint64_t next_id_ = 1;
+  bool configured_ = false;
+  Result<Config> configured_config_{Config{}};
+};
+
+}  // namespace qevict::plugin

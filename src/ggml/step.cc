@@ -1,0 +1,267 @@
+// The steps of a CacheGroup: which tokens arrive, to which sequences they belong, what they can see.
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "ggml-impl.h"
+#include "ggml/cache_group.h"
+#include "ggml/lineage.h"
+#include "ggml/log.h"
+#include "ggml/timer.h"
+
+namespace qevict::plugin {
+
+Status CacheGroup::SetRows(const ggml_tensor* op, const ggml_cgraph* graph, OmpPool& pool) {
+  const ggml_tensor* root = Root(op);
+  const int il = FindLayer(root);
+  const ggml_tensor* rows = op->src[0];
+  if (il < 0 || rows->type != GGML_TYPE_F32 || rows->nb[0] != sizeof(float) || rows->ne[0] != root->ne[0]) {
+    return Unimplemented(std::string("rows of an unknown form are written to ") + root->name);
+  }
+  const auto layer = static_cast<uint32_t>(il);
+  const bool is_k = layers_[layer].k == root;
+  if (!step_open_ || (is_k && k_written_[layer])) QEVICT_RETURN_IF_ERROR(BeginStep(op, graph, pool));
+  if (rows->ne[1] != static_cast<int64_t>(refs_.size())) {
+    return Unimplemented(std::string(root->name) + " receives another number of rows than the first layer of the step");
+  }
+  const ScopedTimer timer(timers_.write_ns);
+  const auto* data = static_cast<const float*>(rows->data);
+  const size_t stride = rows->nb[1] / sizeof(float);
+  if (!is_k) return cache_->WriteV(layer, refs_, data, stride, pool);
+  k_written_[layer] = 1;
+  if (!layers_[layer].rope_known) {
+    layers_[layer].rope_known = true;
+    if (const ggml_tensor* rope = FindRope(rows)) QEVICT_RETURN_IF_ERROR(cache_->SetRope(layer, ReadRope(rope)));
+  }
+  return cache_->WriteK(layer, refs_, data, stride, pool);
+}
+
+Status CacheGroup::BeginStep(const ggml_tensor* op, const ggml_cgraph* graph, OmpPool& pool) {
+  QEVICT_RETURN_IF_ERROR(EnsureCache());
+  highest_cell_.resize(n_streams_, 0);
+  std::fill(k_written_.begin(), k_written_.end(), uint8_t{0});
+  step_open_ = true;
+  grouped_ = false;
+  masks_.clear();
+  QEVICT_RETURN_IF_ERROR(ReadTokens(op, static_cast<size_t>(op->src[0]->ne[1])));
+  for (int i = 0; i < graph->n_nodes; ++i) {
+    const ggml_tensor* node = graph->nodes[i];
+    if (node->op == GGML_OP_FLASH_ATTN_EXT && Owns(Root(node->src[1]))) {
+      ReadMask(node);
+      break;
+    }
+  }
+  QEVICT_RETURN_IF_ERROR(InferSequences());
+  QEVICT_RETURN_IF_ERROR(RouteDue(pool));
+  return cache_->Append(tokens_, refs_);
+}
+
+// Cells from the index tensor, positions from the ROPE behind the rows (its memory is only sure to live now).
+Status CacheGroup::ReadTokens(const ggml_tensor* op, size_t n) {
+  const ggml_tensor* indices = op->src[1];
+  if (indices->type != GGML_TYPE_I64 && indices->type != GGML_TYPE_I32) return Unimplemented("cell indices of an unknown type");
+  std::vector<int32_t> pos;
+  std::vector<uint8_t> positional;
+  const ggml_tensor* rope = FindRope(op->src[0]);
+  if (rope) ReadPositions(rope, n, pos, positional);
+  tokens_.resize(n);
+  token_stream_.resize(n);
+  for (size_t i = 0; i < n; ++i) {
+    const int64_t index = indices->type == GGML_TYPE_I64 ? static_cast<const int64_t*>(indices->data)[i] : static_cast<const int32_t*>(indices->data)[i];
+    if (index < 0 || index >= int64_t{n_cells_} * n_streams_) {
+      return OutOfRange("cell " + std::to_string(index) + " lies outside the cache of " + std::to_string(int64_t{n_cells_} * n_streams_) + " cells");
+    }
+    token_stream_[i] = static_cast<uint32_t>(index / n_cells_);
+    tokens_[i] = {kNone, static_cast<uint32_t>(index % n_cells_), rope ? pos[i] : 0, rope && positional[i]};
+    highest_cell_[token_stream_[i]] = std::max(highest_cell_[token_stream_[i]], tokens_[i].cell + 1);
+  }
+  return {};
+}
+
+void CacheGroup::ReadMask(const ggml_tensor* flash_attn) {
+  const ScopedTimer timer(timers_.mask_ns);
+  const ggml_tensor* q = flash_attn->src[0];
+  const ggml_tensor* k = flash_attn->src[1];
+  const ggml_tensor* root = Root(k);
+  first_stream_ = static_cast<uint32_t>((static_cast<const char*>(k->data) - static_cast<const char*>(root->data)) / static_cast<ptrdiff_t>(root->nb[2]));
+  rows_per_stream_ = static_cast<uint32_t>(q->ne[1]);
+  masks_.resize(static_cast<size_t>(q->ne[3]));
+  for (size_t s = 0; s < masks_.size(); ++s) {
+    masks_[s].Read(flash_attn->src[3], static_cast<int64_t>(s), rows_per_stream_, static_cast<uint32_t>(k->ne[1]));
+    DropCellsBeyond(first_stream_ + static_cast<uint32_t>(s), static_cast<uint32_t>(k->ne[1]));
+  }
+}
+
+// llama.cpp shows cells up to the highest one in use: what lies beyond has been removed there.
+void CacheGroup::DropCellsBeyond(uint32_t stream, uint32_t n_kv) {
+  for (uint32_t cell = n_kv; cell < highest_cell_[stream]; ++cell) cache_->Kill(stream, cell);
+  highest_cell_[stream] = std::min(highest_cell_[stream], n_kv);
+}
+
+// --- Sequences ---------------------------------------------------------------------------------------------------------
+
+Status CacheGroup::InferSequences() {
+  seq_rows_.clear();
+  const size_t n = tokens_.size();
+  const size_t per_stream = masks_.empty() ? n : rows_per_stream_;
+  for (size_t i = 0; i < n; ++i) {
+    const uint32_t stream = token_stream_[i];
+    const size_t stream_index = masks_.empty() ? 0 : i / per_stream;
+    const MaskBits* mask = stream_index < masks_.size() ? &masks_[stream_index] : nullptr;
+    const size_t first = stream_index * per_stream;
+    const SeqId seq = SequenceOfRow(stream, mask, first, static_cast<uint32_t>(i - first));
+    tokens_[i].seq = seq;
+    auto entry = std::find_if(seq_rows_.begin(), seq_rows_.end(), [seq](const SeqRows& r) { return r.seq == seq; });
+    if (entry == seq_rows_.end()) entry = seq_rows_.insert(entry, {seq, 0, false});
+    ++entry->rows;
+  }
+  return {};
+}
+
+// With several streams a stream is a sequence. In a unified cache the mask tells: a token follows the newest token that its
+// row sees, in this batch or in the cache.
+SeqId CacheGroup::SequenceOfRow(uint32_t stream, const MaskBits* mask, size_t first, uint32_t row) {
+  const TokenSpec& token = tokens_[first + row];
+  const std::vector<SeqId> sequences = cache_->Sequences(stream);
+  if (n_streams_ > 1) {
+    for (size_t i = 0; i < first + row; ++i) {
+      if (token_stream_[i] == stream) return tokens_[i].seq;
+    }
+    return sequences.empty() ? cache_->CreateSequence(stream) : sequences.back();
+  }
+  for (uint32_t r = row; r-- > 0;) {
+    const TokenSpec& earlier = tokens_[first + r];
+    const bool follows = mask ? mask->test(row, earlier.cell) : earlier.pos + 1 == token.pos;
+    if (follows) return earlier.seq;
+  }
+  if (mask) {
+    const SeqId seq = SequenceByMask(stream, *mask, row, token.cell);
+    return seq == kNone ? cache_->CreateSequence(stream) : seq;
+  }
+  for (const SeqId seq : sequences) {
+    if (cache_->tail_pos(seq) + 1 == token.pos) return seq;
+  }
+  return cache_->CreateSequence(stream);
+}
+
+SeqId CacheGroup::SequenceByMask(uint32_t stream, const MaskBits& mask, uint32_t row, uint32_t own_cell) {
+  WindowId newest = kNone;
+  uint32_t newest_birth = 0, newest_offset = 0;
+  SeqId newest_seq = kNone;
+  for (const SeqId seq : cache_->Sequences(stream)) {
+    const std::span<const WindowId> windows = cache_->windows(seq);
+    // The newest visible token of a sequence is near its end, except after a rollback.
+    for (size_t w = windows.size(); w-- > 0;) {
+      const WindowInfo info = cache_->info(windows[w]);
+      if (newest != kNone && info.birth < newest_birth) break;
+      uint32_t t = info.n_tokens;
+      while (t-- > 0) {
+        if ((info.live >> t & 1u) && info.cells[t] != own_cell && mask.test(row, info.cells[t])) break;
+      }
+      if (t == UINT32_MAX) continue;
+      newest = windows[w];
+      newest_birth = info.birth;
+      newest_offset = t;
+      newest_seq = seq;
+      break;
+    }
+  }
+  if (newest == kNone) return kNone;
+  const TokenRef tail = cache_->tail(newest_seq);
+  if (tail.window == newest && tail.offset == newest_offset) return newest_seq;
+  // Not the tail: the tail was taken back (its cells are being rewritten), or this is another branch of a shared prefix.
+  const TokenRef own = cache_->lookup(stream, own_cell);
+  const bool rewritten = own.window != kNone && cache_->info(own.window).seq == newest_seq;
+  return rewritten ? newest_seq : kNone;
+}
+
+// --- Routing -----------------------------------------------------------------------------------------------------------
+
+Status CacheGroup::RouteDue(OmpPool& pool) {
+  for (SeqRows& entry : seq_rows_) {
+    entry.decode = phase_ == 2 || (phase_ == 0 && entry.rows == 1);
+    const bool due = cache_->NoteStep(entry.seq, entry.rows, entry.decode);
+    if (!due) continue;
+    const ScopedTimer timer(timers_.route_ns);
+    const uint32_t reserve = std::max(entry.rows, config_.EffectiveInterval());
+    QEVICT_RETURN_IF_ERROR(cache_->RouteAll(entry.seq, reserve, pool));
+  }
+  return {};
+}
+
+Status CacheGroup::BoundedRoute(int il, OmpPool& pool) {
+  for (const SeqRows& entry : seq_rows_) {
+    if (entry.decode || !cache_->NeedsBoundedRoute(static_cast<uint32_t>(il), entry.seq)) continue;
+    const ScopedTimer timer(timers_.route_ns);
+    QEVICT_RETURN_IF_ERROR(cache_->Route(static_cast<uint32_t>(il), entry.seq, entry.rows, pool));
+  }
+  return {};
+}
+
+// --- What rows see -----------------------------------------------------------------------------------------------------
+
+void CacheGroup::FillBits(RowGroup& group, const MaskBits& mask) {
+  const size_t n = group.windows.size();
+  group.bits.assign(size_t{group.n_rows} * n, 0);
+  if (mask.has_values()) group.bias.assign(group.bits.size() * config_.window, 0.0f);
+  for (size_t w = 0; w < n; ++w) {
+    const WindowInfo info = cache_->info(group.windows[w]);
+    bool contiguous = true;
+    for (uint32_t t = 1; t < info.n_tokens; ++t) contiguous &= info.cells[t] == info.cells[0] + t;
+    for (uint32_t r = 0; r < group.n_rows; ++r) {
+      const uint32_t row = group.first_row + r;
+      uint32_t bits = 0;
+      if (contiguous) {
+        bits = mask.range(row, info.cells[0], info.n_tokens);
+      } else {
+        for (uint32_t t = 0; t < info.n_tokens; ++t) bits |= uint32_t{mask.test(row, info.cells[t])} << t;
+      }
+      bits &= info.live;
+      group.bits[r * n + w] = bits;
+      if (!mask.has_values()) continue;
+      for (uint32_t t = 0; t < info.n_tokens; ++t) {
+        if (bits >> t & 1u) group.bias[(r * n + w) * config_.window + t] = mask.value(row, info.cells[t]);
+      }
+    }
+  }
+}
+
+void CacheGroup::BuildRowGroups() {
+  const ScopedTimer timer(timers_.mask_ns);
+  groups_.clear();
+  grouped_ = true;
+  for (uint32_t s = 0; s < masks_.size(); ++s) {
+    const std::vector<SeqId> sequences = cache_->Sequences(first_stream_ + s);
+    // Which sequences each row sees; rows that see the same ones form a group.
+    std::vector<std::vector<SeqId>> seen(rows_per_stream_);
+    if (sequences.size() == 1) {
+      for (auto& row : seen) row = sequences;
+    } else {
+      for (const SeqId seq : sequences) {
+        RowGroup all{s, 0, rows_per_stream_, seq, {}, {}, {}, {}};
+        const std::span<const WindowId> windows = cache_->windows(seq);
+        all.windows.assign(windows.begin(), windows.end());
+        FillBits(all, masks_[s]);
+        for (uint32_t r = 0; r < rows_per_stream_; ++r) {
+          const auto begin = all.bits.begin() + static_cast<ptrdiff_t>(r * windows.size());
+          if (std::any_of(begin, begin + static_cast<ptrdiff_t>(windows.size()), [](uint32_t b) { return b != 0; })) seen[r].push_back(seq);
+        }
+      }
+    }
+    for (uint32_t r = 0; r < rows_per_stream_;) {
+      uint32_t end = r + 1;
+      while (end < rows_per_stream_ && seen[end] == seen[r]) ++end;
+      RowGroup group{s, r, end - r, 0, seen[r], {}, {}, {}};
+      for (const SeqId seq : group.visible) {
+        const std::span<const WindowId> windows = cache_->windows(seq);
+        group.windows.insert(group.windows.end(), windows.begin(), windows.end());
+      }
+      FillBits(group, masks_[s]);
+      groups_.push_back(std::move(group));
+      r = end;
+    }
+  }
+}
+
+}  // namespace qevict::plugin
