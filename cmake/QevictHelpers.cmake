@@ -39,6 +39,10 @@ function(qevict_target_options target)
   target_compile_features(${target} PRIVATE cxx_std_20)
   target_compile_options(${target} PRIVATE -Wall -Wextra -Wshadow -ffp-contract=off
     $<$<BOOL:${QEVICT_WERROR}>:-Werror>)
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
+    # False alarms in std::string's operator+ (GCC bug 105329).
+    target_compile_options(${target} PRIVATE -Wno-restrict)
+  endif()
   if(QEVICT_SANITIZE)
     target_compile_options(${target} PRIVATE -fsanitize=${QEVICT_SANITIZE} -fno-omit-frame-pointer)
     target_link_options(${target} PRIVATE -fsanitize=${QEVICT_SANITIZE})

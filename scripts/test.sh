@@ -40,6 +40,8 @@ run_tests() {
 
 stage_core() {
   configure_and_build ci -DQEVICT_BUILD_PLUGIN=OFF
+  cmake --build --preset ci --target all_verify_interface_header_sets >"$log_dir/headers.log" 2>&1 ||
+    { cat "$log_dir/headers.log" >&2; die "an installed header does not compile alone"; }
   run_tests build/release core --parallel "$jobs" -L '^(unit|install)$'
 }
 
