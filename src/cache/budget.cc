@@ -1,0 +1,216 @@
+// Byte arithmetic: what the budget is, what is held, what a layer may hold.
+//
+//   domain    the sequences that share one budget: a stream (fraction), or all streams (absolute)
+//   fixed     tables that are not charged to units (window records, cell maps, RoPE tables), their
+//             next growth step, and the last page of every pool
+//   share     (domain budget - fixed - prompt reserve) * layer's f16 bytes / all layers' f16 bytes
+//
+// Prompt reserve. While a prompt is read under a limit, each layer first stores a chunk in full
+// precision, attends, and is then routed back to its share. Layers take turns, so one chunk of the
+// largest layer is what all of them need together.
+#include "cache/kv_cache_impl.h"
+
+namespace qevict {
+namespace {
+
+/// Growth steps that even a short vector makes (GrowTight), per layer of a sequence and per pool.
+constexpr uint64_t kUnitSlack = 8 * sizeof(UnitRecord);
+constexpr uint64_t kPoolSlack = 2 * (8 * sizeof(SlotOwner) + kPageBytes);
+
+uint64_t CeilDiv(uint64_t a, uint64_t b) { return (a + b - 1) / b; }
+
+/// Windows that n consecutive tokens can touch.
+uint64_t WindowsTouched(uint64_t n, uint64_t window) {
+  return n == 0 ? 0 : (n + window - 2) / window + 1;
+}
+
+uint64_t RoundUp(uint64_t n, uint64_t to) { return CeilDiv(n, to) * to; }
+
+uint64_t RopeBlockBytes(const kernels::RopeTable& table) {
+  return uint64_t{table.n_pairs()} * 2 * sizeof(float);
+}
+
+}  // namespace
+
+uint64_t MinimumBudgetBytes(const Config& config, std::span<const LayerShape> layers) {
+  const uint64_t w = config.window;
+  uint64_t recents = config.recents;
+  if (config.recents_percent > 0) {
+    recents = RoundUp(CeilDiv(uint64_t{config.recents_percent} * config.budget_tokens, 100), w);
+  }
+  const uint64_t n_sink = CeilDiv(config.sinks, w);
+  const uint64_t n_full = n_sink + WindowsTouched(recents + config.EffectiveInterval(), w);
+  uint64_t bytes = sizeof(Sequence);
+  for (const LayerShape& l : layers) {
+    const uint64_t full =
+        l.n_kv_heads * kernels::FullHeadBytes(config.window, l.head_dim, l.head_dim_v);
+    const uint64_t packed = l.n_kv_heads * kernels::PackedHeadBytes(config.bits, config.window,
+                                                                    l.head_dim, l.head_dim_v);
+    bytes += n_full * (full + kRecordBytes) + packed + kRecordBytes;
+    bytes += kUnitSlack + sizeof(LayerSeq) + kPoolSlack;
+  }
+  const uint64_t window_bytes = sizeof(WindowRecord) + 2 * sizeof(uint32_t) * (w + 1);
+  return bytes + (n_full + 8) * window_bytes;
+}
+
+uint32_t KvCache::Impl::Recents() const {
+  if (config.recents_percent == 0) return config.recents;
+  const uint64_t tokens = CeilDiv(uint64_t{config.recents_percent} * budget_tokens, 100);
+  return static_cast<uint32_t>(RoundUp(tokens, config.window));
+}
+
+uint64_t KvCache::Impl::DomainBudget() const {
+  if (config.budget_bytes > 0) return config.budget_bytes;
+  return static_cast<uint64_t>(config.budget_fraction * static_cast<double>(budget_tokens) *
+                               static_cast<double>(f16_token_bytes));
+}
+
+uint64_t KvCache::Impl::TotalBudget() const {
+  return config.budget_bytes > 0 ? config.budget_bytes : DomainBudget() * n_streams;
+}
+
+/// With prefill = full the limit waits until every sequence has had its first event.
+bool KvCache::Impl::LimitInForce() const {
+  if (!Routes() || routing_all) return false;
+  if (Bounded()) return true;
+  bool any = false;
+  for (const auto& s : sequences) {
+    if (!s || s->empty()) continue;
+    if (!s->first_event) return false;
+    any = true;
+  }
+  return any;
+}
+
+uint64_t KvCache::Impl::FixedTableBytes() const {
+  uint64_t bytes = CapacityBytes(windows) + CapacityBytes(window_cells);
+  for (const Stream& stream : streams) bytes += CapacityBytes(stream.cells);
+  for (const auto& s : sequences) {
+    if (!s) continue;
+    bytes += sizeof(Sequence) + CapacityBytes(s->windows) + CapacityBytes(s->layers);
+  }
+  for (const auto& table : rope_tables) bytes += table->bytes();
+  return bytes;
+}
+
+uint64_t KvCache::Impl::TableBytes() const {
+  uint64_t bytes = FixedTableBytes() + unit_table_bytes;
+  for (const ShapePools& p : pools) {
+    bytes += CapacityBytes(p.full.owners) + CapacityBytes(p.packed.owners);
+  }
+  return bytes;
+}
+
+/// Growth of the fixed tables when windows and tokens are added, at most.
+uint64_t KvCache::Impl::TableGrowth(uint32_t new_windows, uint32_t new_tokens) const {
+  const size_t fresh = new_windows > n_free_windows ? new_windows - n_free_windows : 0;
+  uint64_t bytes = GrownBytes(windows, fresh) - CapacityBytes(windows);
+  bytes += GrownBytes(window_cells, fresh * config.window) - CapacityBytes(window_cells);
+  for (const Stream& stream : streams) {
+    const size_t added = std::min<size_t>(new_tokens, cells_per_stream - stream.cells.size());
+    bytes += GrownBytes(stream.cells, added) - CapacityBytes(stream.cells);
+  }
+  for (const auto& s : sequences) {
+    if (s) bytes += GrownBytes(s->windows, new_windows) - CapacityBytes(s->windows);
+  }
+  return bytes;
+}
+
+uint64_t KvCache::Impl::DormantBytes() const {
+  uint64_t bytes = 0;
+  for (const ShapePools& p : pools) bytes += p.n_dormant * p.packed_bytes();
+  return bytes;
+}
+
+uint64_t KvCache::Impl::Limit() const {
+  return TotalBudget() + (config.charge_dormant ? 0 : DormantBytes());
+}
+
+void KvCache::Impl::UpdateLimit() {
+  if (!LimitInForce()) {
+    arena.SetLimit(SIZE_MAX);
+    return;
+  }
+  const uint64_t tables = TableBytes();
+  arena.SetLimit(Limit() > tables ? Limit() - tables : 0);
+}
+
+void KvCache::Impl::NotePeak() {
+  if (LimitInForce()) counters.peak_bytes = std::max(counters.peak_bytes, HeldBytes());
+}
+
+/// Sequences routed together with `seq`, oldest first. With prefill = full, prompts that are still
+/// being read are left alone.
+std::vector<SeqId> KvCache::Impl::Domain(SeqId seq) const {
+  std::vector<SeqId> ids;
+  for (SeqId id = 0; id < sequences.size(); ++id) {
+    const Sequence* s = Seq(id);
+    if (!s || (id != seq && (s->empty() || !RoutedSequence(*s)))) continue;
+    if (config.budget_bytes == 0 && s->stream != sequences[seq]->stream) continue;
+    ids.push_back(id);
+  }
+  std::sort(ids.begin(), ids.end(),
+            [&](SeqId a, SeqId b) { return sequences[a]->created < sequences[b]->created; });
+  return ids;
+}
+
+uint64_t KvCache::Impl::LargestFullCost() const {
+  uint64_t largest = 0;
+  for (const ShapePools& p : pools) largest = std::max(largest, p.costs().full_bytes);
+  return largest;
+}
+
+uint64_t KvCache::Impl::PromptReserve(std::span<const SeqId> domain) const {
+  uint64_t n_windows = 0;
+  for (const SeqId id : domain) {
+    const Sequence& s = *sequences[id];
+    if (Chunked(s)) n_windows = std::max<uint64_t>(n_windows, CountNewWindows(s, s.chunk_tokens));
+  }
+  return n_windows * LargestFullCost();
+}
+
+Result<uint64_t> KvCache::Impl::LayerShare(uint32_t il, std::span<const SeqId> domain) const {
+  uint32_t new_tokens = 0;
+  for (const SeqId id : domain) {
+    const Sequence& s = *sequences[id];
+    new_tokens += Chunked(s) ? s.chunk_tokens : s.reserved;
+  }
+  const uint32_t new_windows =
+      new_tokens / config.window + 2 * static_cast<uint32_t>(domain.size());
+  uint64_t fixed = FixedTableBytes() + TableGrowth(new_windows, new_tokens);
+  for (const auto& table : rope_tables) {
+    fixed += (new_tokens / 64 + 2) * RopeBlockBytes(*table);
+  }
+  size_t n_live = 0;
+  for (const auto& s : sequences) n_live += s ? 1 : 0;
+  fixed += n_live * layers.size() * kUnitSlack + pools.size() * kPoolSlack;
+  if (config.budget_bytes == 0) fixed = CeilDiv(fixed, n_streams);
+
+  const uint64_t reserve = PromptReserve(domain);
+  const uint64_t budget = DomainBudget();
+  if (budget < fixed + reserve) {
+    return ResourceExhausted("the budget of " + std::to_string(budget) +
+                             " bytes cannot hold tables of " + std::to_string(fixed) +
+                             " bytes and a prompt chunk of " + std::to_string(reserve) +
+                             " bytes; raise the budget or lower the chunk (ubatch) size");
+  }
+  const uint64_t left = budget - fixed - reserve;
+  const uint64_t layer_bytes = layers[il].f16_token_bytes;
+  return left / f16_token_bytes * layer_bytes +
+         left % f16_token_bytes * layer_bytes / f16_token_bytes;
+}
+
+/// True if the next `n` tokens of the sequence can be stored without routing.
+bool KvCache::Impl::FitsNext(const Sequence& s, uint32_t n) const {
+  const uint64_t n_windows = CountNewWindows(s, n);
+  uint64_t bytes = HeldBytes() + TableGrowth(static_cast<uint32_t>(n_windows), n);
+  if (Chunked(s)) {
+    bytes += n_windows * LargestFullCost();
+  } else {
+    for (const ShapePools& p : pools) bytes += p.n_layers * n_windows * p.costs().full_bytes;
+  }
+  bytes += pools.size() * kPageBytes;
+  return bytes <= Limit();
+}
+
+}  // namespace qevict

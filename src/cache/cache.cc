@@ -1,0 +1,313 @@
+// KvCache: creation, accessors, and the public calls that only forward.
+#include <cstdlib>
+#include <cstring>
+
+#include "cache/kv_cache_impl.h"
+
+namespace qevict {
+namespace {
+
+Status CheckShape(const LayerShape& s, size_t il) {
+  const auto bad = [](uint32_t d) { return d == 0 || d % 8 != 0 || d > kMaxHeadDim; };
+  if (s.n_kv_heads != 0 && !bad(s.head_dim) && !bad(s.head_dim_v)) return {};
+  return InvalidArgument(
+      "layer " + std::to_string(il) + " has " + std::to_string(s.n_kv_heads) + " kv heads of " +
+      std::to_string(s.head_dim) + "/" + std::to_string(s.head_dim_v) +
+      " channels; head sizes must be multiples of 8 up to " + std::to_string(kMaxHeadDim));
+}
+
+Status CheckBudget(const Config& config, std::span<const LayerShape> shapes, uint64_t budget) {
+  if (config.preset == Preset::kFull) return {};
+  const uint64_t minimum = MinimumBudgetBytes(config, shapes);
+  if (budget >= minimum) return {};
+  return InvalidArgument("the budget of " + std::to_string(budget) +
+                         " bytes is below the minimum of " + std::to_string(minimum) +
+                         " bytes for sinks, recents and one packed window");
+}
+
+std::vector<LayerShape> ShapesOf(const std::vector<LayerState>& layers,
+                                 const std::vector<ShapePools>& pools) {
+  std::vector<LayerShape> shapes;
+  for (const LayerState& l : layers) shapes.push_back(pools[l.pools].shape);
+  return shapes;
+}
+
+uint64_t Nanoseconds() {
+  return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(
+                                   std::chrono::steady_clock::now().time_since_epoch())
+                                   .count());
+}
+
+}  // namespace
+
+KvCache::KvCache() : impl_(std::make_unique<Impl>()) {}
+KvCache::~KvCache() = default;
+
+Result<std::unique_ptr<KvCache>> KvCache::Create(const Config& config,
+                                                 std::vector<LayerShape> layers, uint32_t n_streams,
+                                                 uint32_t cells_per_stream) {
+  QEVICT_RETURN_IF_ERROR(ValidateConfig(config));
+  if (config.per_head) {
+    return Unimplemented("per_head: one ranking per kv head is not implemented by this cache");
+  }
+  if (layers.empty() || layers.size() > 0xFFFF) {
+    return InvalidArgument("a cache needs 1 to 65535 layers, not " + std::to_string(layers.size()));
+  }
+  if (n_streams == 0 || cells_per_stream == 0) {
+    return InvalidArgument("a cache needs at least one stream and one cell");
+  }
+  for (size_t il = 0; il < layers.size(); ++il) {
+    QEVICT_RETURN_IF_ERROR(CheckShape(layers[il], il));
+  }
+  std::unique_ptr<KvCache> cache(new KvCache);
+  Impl& c = *cache->impl_;
+  c.config = config;
+  const char* check = std::getenv("QEVICT_CHECK");  // NOLINT(concurrency-mt-unsafe): read only
+  if (check && std::strcmp(check, "1") == 0) c.config.check = true;
+  c.n_streams = n_streams;
+  c.cells_per_stream = cells_per_stream;
+  c.budget_tokens = config.budget_tokens ? config.budget_tokens : cells_per_stream;
+  c.streams.resize(n_streams);
+  const std::vector<LayerShape> shapes = layers;
+  QEVICT_RETURN_IF_ERROR(c.InitPools(std::move(layers)));
+  QEVICT_RETURN_IF_ERROR(CheckBudget(config, shapes, c.DomainBudget()));
+  c.UpdateLimit();
+  return cache;
+}
+
+const Config& KvCache::config() const { return impl_->config; }
+uint32_t KvCache::n_layers() const { return static_cast<uint32_t>(impl_->layers.size()); }
+const LayerShape& KvCache::layer(uint32_t il) const { return impl_->PoolsOf(il).shape; }
+
+Status KvCache::SetRope(uint32_t il, const RopeParams& rope) {
+  Impl& c = *impl_;
+  if (il >= c.layers.size()) return OutOfRange("layer " + std::to_string(il) + " does not exist");
+  LayerState& layer = c.layers[il];
+  if (layer.rope == rope) return {};
+  const LayerShape& shape = c.PoolsOf(il).shape;
+  if (rope.pairing != RopePairing::kNone &&
+      (rope.n_dims == 0 || rope.n_dims % 2 != 0 || rope.offset + rope.n_dims > shape.head_dim)) {
+    return InvalidArgument("RoPE over channels " + std::to_string(rope.offset) + "..." +
+                           std::to_string(rope.offset + rope.n_dims) + " does not fit a head of " +
+                           std::to_string(shape.head_dim));
+  }
+  for (const auto& s : c.sequences) {
+    if (!s) continue;
+    for (const UnitRecord& u : s->layers[il].units) {
+      if (!u.has_codes()) continue;
+      return FailedPrecondition("layer " + std::to_string(il) +
+                                " holds packed keys; its RoPE cannot change now");
+    }
+  }
+  layer.rope = rope;
+  layer.rope_table = kNone;
+  if (rope.pairing == RopePairing::kNone) return {};
+  for (uint32_t i = 0; i < c.rope_tables.size(); ++i) {
+    if (c.rope_tables[i]->params() == rope) layer.rope_table = i;
+  }
+  if (layer.rope_table == kNone) {
+    layer.rope_table = static_cast<uint32_t>(c.rope_tables.size());
+    c.rope_tables.push_back(std::make_unique<kernels::RopeTable>(rope));
+    c.rope_tables.back()->Grow(c.max_pos);
+  }
+  c.UpdateLimit();
+  return {};
+}
+
+const kernels::RopeTable* KvCache::rope_table(uint32_t il) const {
+  const uint32_t i = impl_->layers[il].rope_table;
+  return i == kNone ? nullptr : impl_->rope_tables[i].get();
+}
+
+SeqId KvCache::CreateSequence(uint32_t stream) { return impl_->CreateSequence(stream); }
+
+std::vector<SeqId> KvCache::Sequences(uint32_t stream) const {
+  std::vector<SeqId> ids;
+  for (SeqId id = 0; id < impl_->sequences.size(); ++id) {
+    const Sequence* s = impl_->Seq(id);
+    if (s && s->stream == stream) ids.push_back(id);
+  }
+  std::sort(ids.begin(), ids.end(), [&](SeqId a, SeqId b) {
+    return impl_->sequences[a]->created < impl_->sequences[b]->created;
+  });
+  return ids;
+}
+
+uint32_t KvCache::stream_of(SeqId seq) const {
+  const Sequence* s = impl_->Seq(seq);
+  return s ? s->stream : kNone;
+}
+
+std::span<const WindowId> KvCache::windows(SeqId seq) const {
+  const Sequence* s = impl_->Seq(seq);
+  if (!s) return {};
+  return s->windows;
+}
+
+WindowInfo KvCache::info(WindowId window) const {
+  const WindowRecord& w = impl_->windows[window];
+  WindowInfo out{};
+  out.seq = w.seq;
+  out.birth = w.birth;
+  out.pos0 = w.pos0;
+  out.n_tokens = w.n_tokens;
+  out.pos_stride = w.has(WindowRecord::kPositional) ? 1 : 0;
+  out.sink = w.has(WindowRecord::kSink);
+  out.live = w.live;
+  out.cells = impl_->CellsOf(window);
+  return out;
+}
+
+TokenRef KvCache::lookup(uint32_t stream, uint32_t cell) const {
+  if (stream >= impl_->n_streams) return {};
+  const uint32_t code = impl_->Cell(stream, cell);
+  if (code == kNone || !Impl::IsToken(code)) return {};
+  return {code / kMaxWindow, code % kMaxWindow};
+}
+
+uint64_t KvCache::n_tokens(SeqId seq) const {
+  const Sequence* s = impl_->Seq(seq);
+  return s ? s->live + s->evicted : 0;
+}
+
+TokenRef KvCache::tail(SeqId seq) const {
+  const Sequence* s = impl_->Seq(seq);
+  return s ? s->tail : TokenRef{};
+}
+
+int32_t KvCache::tail_pos(SeqId seq) const {
+  const Sequence* s = impl_->Seq(seq);
+  return s ? s->tail_pos : 0;
+}
+
+Status KvCache::Append(std::span<const TokenSpec> tokens, std::vector<TokenRef>& refs) {
+  refs.clear();
+  QEVICT_RETURN_IF_ERROR(impl_->CheckAppend(tokens));
+  for (const TokenSpec& t : tokens) refs.push_back(impl_->AppendOne(t));
+  impl_->FinishChange();
+  return {};
+}
+
+Status KvCache::WriteK(uint32_t il, std::span<const TokenRef> refs, const float* rows,
+                       size_t row_stride, ParallelFor& pool) {
+  return impl_->Write(il, refs, rows, row_stride, true, pool);
+}
+
+Status KvCache::WriteV(uint32_t il, std::span<const TokenRef> refs, const float* rows,
+                       size_t row_stride, ParallelFor& pool) {
+  return impl_->Write(il, refs, rows, row_stride, false, pool);
+}
+
+void KvCache::Kill(uint32_t stream, uint32_t cell) {
+  if (stream >= impl_->n_streams) return;
+  impl_->ReleaseCell(stream, cell);
+  impl_->FinishChange();
+}
+
+void KvCache::View(uint32_t il, SeqId seq, std::vector<kernels::WindowRef>& refs,
+                   std::vector<WindowId>& ids) const {
+  const Impl& c = *impl_;
+  const Sequence* s = c.Seq(seq);
+  if (!s || il >= c.layers.size()) return;
+  const auto packed =
+      c.config.bits == 2 ? kernels::WindowFormat::kPacked2 : kernels::WindowFormat::kPacked4;
+  for (const UnitRecord& u : s->layers[il].units) {
+    const WindowRecord& w = c.windows[u.window];
+    kernels::WindowRef ref{};
+    ref.data = u.has_full() ? c.FullSlot(il, u) : c.PackedSlot(il, u);
+    ref.pos0 = w.pos0;
+    ref.format = u.has_full() ? kernels::WindowFormat::kFull : packed;
+    ref.pos_stride = w.has(WindowRecord::kPositional) ? 1 : 0;
+    refs.push_back(ref);
+    ids.push_back(u.window);
+  }
+}
+
+void KvCache::HeadBytes(uint32_t il, size_t head_bytes[3]) const {
+  std::copy_n(impl_->layers[il].head_bytes, 3, head_bytes);
+}
+
+void KvCache::AddMass(uint32_t il, std::span<const WindowId> ids, const float* mass,
+                      size_t head_stride, uint32_t n_heads, uint32_t n_queries) {
+  impl_->AddMass(il, ids, mass, head_stride, n_heads, n_queries);
+}
+
+bool KvCache::NoteStep(SeqId seq, uint32_t n, bool decode) {
+  return impl_->NoteStep(seq, n, decode);
+}
+
+Status KvCache::Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, ParallelFor& pool) {
+  const uint64_t start = Nanoseconds();
+  Status status = impl_->Route(il, seq, reserve_tokens, pool);
+  impl_->FinishChange();
+  impl_->counters.route_ns += Nanoseconds() - start;
+  if (status.ok() && il + 1 == n_layers() && impl_->Routes()) ++impl_->counters.events;
+  if (status.ok() && impl_->config.check) {
+    const std::vector<std::string> violations = Validate();
+    if (!violations.empty()) return Internal(violations.front());
+  }
+  return status;
+}
+
+Status KvCache::RouteAll(SeqId seq, uint32_t reserve_tokens, ParallelFor& pool) {
+  // Layers may gain bytes before others give theirs up: the limit counts at the end.
+  impl_->routing_all = true;
+  Status status;
+  for (uint32_t il = 0; il < n_layers() && status.ok(); ++il) {
+    if (il + 1 == n_layers()) impl_->routing_all = false;
+    status = Route(il, seq, reserve_tokens, pool);
+  }
+  impl_->routing_all = false;
+  impl_->UpdateLimit();
+  return status;
+}
+
+bool KvCache::NeedsBoundedRoute(uint32_t il, SeqId seq) const {
+  return impl_->NeedsBoundedRoute(il, seq);
+}
+
+Status KvCache::SetBudgetTokens(uint32_t tokens) {
+  Impl& c = *impl_;
+  for (const auto& s : c.sequences) {
+    if (s && s->first_event) {
+      return FailedPrecondition("the budget's tokens cannot change after the first routing event");
+    }
+  }
+  if (tokens == 0) return InvalidArgument("a budget needs at least one token");
+  const uint32_t before = c.budget_tokens;
+  c.budget_tokens = tokens;
+  c.config.budget_tokens = tokens;
+  const Status status = CheckBudget(c.config, ShapesOf(c.layers, c.pools), c.DomainBudget());
+  if (!status.ok()) c.budget_tokens = c.config.budget_tokens = before;
+  c.UpdateLimit();
+  return status;
+}
+
+void KvCache::Clear() { impl_->Clear(); }
+Status KvCache::CopyStream(uint32_t src, uint32_t dst) { return impl_->CopyStream(src, dst); }
+Status KvCache::ShiftPositions(std::span<const int32_t> delta) {
+  return impl_->ShiftPositions(delta);
+}
+void KvCache::RotateLayer(uint32_t il, std::span<const int32_t> delta, ParallelFor& pool) {
+  impl_->RotateLayer(il, delta, pool);
+}
+void KvCache::ReadRowK(uint32_t il, uint32_t stream, uint32_t cell, uint16_t* row) const {
+  impl_->ReadRow(il, stream, cell, true, row);
+}
+void KvCache::ReadRowV(uint32_t il, uint32_t stream, uint32_t cell, uint16_t* row) const {
+  impl_->ReadRow(il, stream, cell, false, row);
+}
+Status KvCache::RestoreRowsK(uint32_t il, uint32_t stream, uint32_t cell0, uint32_t n,
+                             const uint16_t* rows) {
+  return impl_->RestoreRows(il, stream, cell0, n, true, rows);
+}
+Status KvCache::RestoreRowsV(uint32_t il, uint32_t stream, uint32_t cell0, uint32_t n,
+                             const uint16_t* rows) {
+  return impl_->RestoreRows(il, stream, cell0, n, false, rows);
+}
+CacheStats KvCache::Stats() const { return impl_->Stats(); }
+uint64_t KvCache::ResidentBytes() const { return impl_->arena.ResidentBytes(); }
+std::vector<std::string> KvCache::Validate() const { return impl_->Validate(); }
+void KvCache::FailGrowthAt(size_t n) { impl_->arena.FailGrowthAt(n); }
+
+}  // namespace qevict

@@ -1,0 +1,255 @@
+// Commit: carries a plan of one layer out, all or nothing.
+//
+//   1 reserve   both pools grow to what they need at the end; if that fails, nothing has changed
+//   2 evict     slots of evicted units are freed
+//   3 encode    first demotions, in parallel, into new packed slots (the ledger: written once)
+//   4 demote    full slots of packed units are freed
+//   5 promote   codes are decoded, in parallel, into new full slots; the codes stay (dormant)
+//   6 shrink    pages go back, windows that are evicted in every layer are forgotten
+//
+// Between 1 and 6 a layer holds its new codes beside its old rows: the transient is at most the
+// layer's newly packed bytes. It is the only moment at which the arena may exceed the budget.
+#include <cstring>
+
+#include "cache/kv_cache_impl.h"
+#include "codecs/codec.h"
+
+namespace qevict {
+namespace {
+
+uint64_t Pages(uint64_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
+
+}  // namespace
+
+SortedMoves KvCache::Impl::SortMoves(uint32_t il, const std::vector<UnitMove>& moves) {
+  SortedMoves out;
+  for (const UnitMove& m : moves) {
+    UnitRecord& u = sequences[m.seq]->layers[il].units[m.index];
+    if (m.to.tier == Tier::kEvicted) {
+      out.evict.push_back(&u);
+    } else if (m.to.tier == Tier::kFull) {
+      if (!u.has_full()) out.promote.push_back(&u);
+    } else {
+      if (u.has_full()) {
+        out.demote.push_back(&u);
+        if (!u.has_codes()) out.encode.push_back(&u);
+      }
+      if (u.pinned() != m.to.pinned) out.pin.emplace_back(&u, m.to.pinned);
+    }
+  }
+  return out;
+}
+
+uint32_t Checksum(const uint8_t* data, size_t n) {
+  uint32_t hash = 2166136261u;
+  for (size_t i = 0; i < n; ++i) hash = (hash ^ data[i]) * 16777619u;
+  return hash;
+}
+
+/// Rows of one unit as f32, keys before RoPE, packed into `block` (all kv heads).
+void KvCache::Impl::EncodeUnit(uint32_t il, const UnitRecord& u, uint8_t* block, float* k,
+                               float* v) const {
+  const ShapePools& p = PoolsOf(il);
+  const RopeParams& rope = layers[il].rope;
+  const WindowRecord& w = windows[u.window];
+  const uint32_t d = p.shape.head_dim, dv = p.shape.head_dim_v, n = w.n_tokens;
+  const bool rotated = rope.pairing != RopePairing::kNone && w.has(WindowRecord::kPositional);
+  std::vector<float> phases(rotated ? size_t{n} * rope.n_dims : 0);
+  for (uint32_t t = 0; t < n && rotated; ++t) {
+    RopeCosSin(rope, PosOf(w, t), phases.data() + size_t{t} * rope.n_dims);
+  }
+  uint16_t row[kMaxHeadDim];
+  for (uint32_t h = 0; h < p.shape.n_kv_heads; ++h) {
+    const uint8_t* full = FullSlot(il, u) + h * p.full_head_bytes;
+    const uint16_t* values =
+        reinterpret_cast<const uint16_t*>(full + size_t{config.window} * d * 2);
+    for (uint32_t t = 0; t < n; ++t) {
+      LoadKeyRow(full, config.window, d, t, row);
+      for (uint32_t i = 0; i < d; ++i) k[size_t{t} * d + i] = ToF32(row[i], p.shape.elem_k);
+      if (rotated) RopeUnrotate(rope, phases.data() + size_t{t} * rope.n_dims, k + size_t{t} * d);
+    }
+    for (size_t i = 0; i < size_t{n} * dv; ++i) v[i] = ToF32(values[i], p.shape.elem_v);
+    codecs::EncodeKiviAxis(config.bits, config.window, d, dv, n, k, v,
+                           block + h * p.packed_head_bytes);
+  }
+}
+
+/// Inverse into a full slot: keys rotated at their positions, rounded to 16 bit.
+void KvCache::Impl::DecodeUnit(uint32_t il, const UnitRecord& u, uint8_t* full, float* k,
+                               float* v) const {
+  const ShapePools& p = PoolsOf(il);
+  const RopeParams& rope = layers[il].rope;
+  const WindowRecord& w = windows[u.window];
+  const uint32_t d = p.shape.head_dim, dv = p.shape.head_dim_v, n = w.n_tokens;
+  const bool rotated = rope.pairing != RopePairing::kNone;
+  std::vector<float> phases(rotated ? size_t{n} * rope.n_dims : 0);
+  const bool moves = w.has(WindowRecord::kPositional) || w.pos0 != 0;
+  for (uint32_t t = 0; t < n && rotated && moves; ++t) {
+    RopeCosSin(rope, PosOf(w, t), phases.data() + size_t{t} * rope.n_dims);
+  }
+  uint16_t row[kMaxHeadDim];
+  for (uint32_t h = 0; h < p.shape.n_kv_heads; ++h) {
+    uint8_t* out = full + h * p.full_head_bytes;
+    uint16_t* values = reinterpret_cast<uint16_t*>(out + size_t{config.window} * d * 2);
+    codecs::DecodeKiviAxis(config.bits, config.window, d, dv, n,
+                           PackedSlot(il, u) + h * p.packed_head_bytes, k, v);
+    for (uint32_t t = 0; t < n; ++t) {
+      float* key = k + size_t{t} * d;
+      if (rotated && moves) RopeRotate(rope, phases.data() + size_t{t} * rope.n_dims, key);
+      ConvertTo16(key, d, p.shape.elem_k, row);
+      StoreKeyRow(out, config.window, d, t, row);
+    }
+    ConvertTo16(v, size_t{n} * dv, p.shape.elem_v, values);
+  }
+}
+
+Status KvCache::Impl::ReserveForCommit(uint32_t il, size_t n_full, size_t n_packed) {
+  ShapePools& p = PoolsOf(il);
+  const uint64_t after = arena.bytes() - p.full.region->bytes() - p.packed.region->bytes() +
+                         Pages(n_full * p.full_bytes()) + Pages(n_packed * p.packed_bytes());
+  if (LimitInForce() && after + TableBytes() > Limit() && after > arena.bytes()) {
+    return ResourceExhausted("layer " + std::to_string(il) + " would raise the cache to " +
+                             std::to_string(after + TableBytes()) + " bytes; the limit is " +
+                             std::to_string(Limit()));
+  }
+  arena.SetLimit(SIZE_MAX);
+  const size_t packed_before = p.packed.region->n_slots();
+  Status status;
+  if (n_packed > packed_before) status = p.packed.region->Resize(n_packed);
+  if (status.ok() && n_full > p.full.region->n_slots()) {
+    status = p.full.region->Resize(n_full);
+    if (!status.ok() && n_packed > packed_before) (void)p.packed.region->Resize(packed_before);
+  }
+  if (!status.ok()) UpdateLimit();
+  return status;
+}
+
+Status KvCache::Impl::Commit(uint32_t il, std::vector<UnitMove>& moves, ParallelFor& pool) {
+  ShapePools& p = PoolsOf(il);
+  SortedMoves sorted = SortMoves(il, moves);
+  size_t n_full = p.full.used() + sorted.promote.size() - sorted.demote.size();
+  size_t n_packed = p.packed.used() + sorted.encode.size();
+  for (const UnitRecord* u : sorted.evict) {
+    n_full -= u->has_full() ? 1 : 0;
+    n_packed -= u->has_codes() ? 1 : 0;
+  }
+  QEVICT_RETURN_IF_ERROR(ReserveForCommit(il, n_full, n_packed));
+
+  for (auto& [u, on] : sorted.pin) {
+    u->set_pinned(on);
+    counters.promotions += on ? 1 : 0;
+  }
+  FreeSlots(il, true, sorted.evict);
+  FreeSlots(il, false, sorted.evict);
+  EncodeAll(il, sorted.encode, pool);
+  FreeSlots(il, false, sorted.demote);
+  for (UnitRecord* u : sorted.demote) windows[u->window].flags |= WindowRecord::kSealed;
+  DecodeAll(il, sorted.promote, pool);
+  counters.evictions += sorted.evict.size();
+  counters.first_encodings += sorted.encode.size();
+  counters.demotions += sorted.demote.size();
+  counters.promotions += sorted.promote.size();
+  if (!sorted.evict.empty()) ForgetEvicted(il, moves);
+  TrimPools();
+  return {};
+}
+
+/// Frees one kind of slot of units, from the highest slot down: then a hole is never filled with a
+/// slot that is about to go.
+void KvCache::Impl::FreeSlots(uint32_t il, bool packed, const std::vector<UnitRecord*>& units) {
+  std::vector<UnitRecord*> held;
+  for (UnitRecord* u : units) {
+    if (packed ? u->has_codes() : u->has_full()) held.push_back(u);
+  }
+  std::sort(held.begin(), held.end(), [packed](const UnitRecord* a, const UnitRecord* b) {
+    return packed ? a->packed_slot() > b->packed_slot() : a->full_slot > b->full_slot;
+  });
+  for (UnitRecord* u : held) {
+    if (packed) {
+      RemovePackedSlot(il, *u);
+    } else {
+      RemoveFullSlot(il, *u);
+    }
+  }
+}
+
+void KvCache::Impl::EncodeAll(uint32_t il, const std::vector<UnitRecord*>& units,
+                              ParallelFor& pool) {
+  if (units.empty()) return;
+  ShapePools& p = PoolsOf(il);
+  GrowTight(p.packed.owners, p.packed.used() + units.size());
+  for (UnitRecord* u : units) {
+    u->set_packed_slot(static_cast<uint32_t>(p.packed.used()));
+    p.packed.owners.push_back({u->window, il});
+  }
+  p.n_dormant += units.size();  // until their full slots are freed
+  if (config.check) p.packed.checksums.resize(p.packed.used());
+  const size_t k_floats = size_t{config.window} * p.shape.head_dim;
+  const size_t v_floats = size_t{config.window} * p.shape.head_dim_v;
+  std::vector<float> scratch(pool.n_threads() * (k_floats + v_floats));
+  pool.For(units.size(), [&](size_t i, unsigned thread) {
+    float* k = scratch.data() + thread * (k_floats + v_floats);
+    uint8_t* block = PackedSlot(il, *units[i]);
+    EncodeUnit(il, *units[i], block, k, k + k_floats);
+    if (config.check) {
+      p.packed.checksums[units[i]->packed_slot()] = Checksum(block, p.packed_bytes());
+    }
+  });
+}
+
+void KvCache::Impl::DecodeAll(uint32_t il, const std::vector<UnitRecord*>& units,
+                              ParallelFor& pool) {
+  if (units.empty()) return;
+  ShapePools& p = PoolsOf(il);
+  GrowTight(p.full.owners, p.full.used() + units.size());
+  for (UnitRecord* u : units) {
+    u->full_slot = static_cast<uint32_t>(p.full.used());
+    p.full.owners.push_back({u->window, il});
+  }
+  p.n_dormant += units.size();
+  const size_t k_floats = size_t{config.window} * p.shape.head_dim;
+  const size_t v_floats = size_t{config.window} * p.shape.head_dim_v;
+  std::vector<float> scratch(pool.n_threads() * (k_floats + v_floats));
+  pool.For(units.size(), [&](size_t i, unsigned thread) {
+    float* k = scratch.data() + thread * (k_floats + v_floats);
+    uint8_t* full = FullSlot(il, *units[i]);
+    std::memset(full, 0, p.full_bytes());  // the slot may have had another owner
+    DecodeUnit(il, *units[i], full, k, k + k_floats);
+  });
+}
+
+/// Removes records of units without slots, and windows that no layer holds any more.
+void KvCache::Impl::ForgetEvicted(uint32_t il, const std::vector<UnitMove>& moves) {
+  SeqId last = kNone;
+  for (const UnitMove& m : moves) {  // moves come sequence by sequence
+    if (m.seq == last) continue;
+    last = m.seq;
+    Sequence& s = *sequences[last];
+    std::vector<UnitRecord>& units = s.layers[il].units;
+    std::vector<WindowId> gone;
+    size_t kept = 0;
+    for (const UnitRecord& u : units) {
+      if (u.has_full() || u.has_codes()) {
+        units[kept++] = u;
+      } else {
+        gone.push_back(u.window);
+      }
+    }
+    units.resize(kept);
+    TrimUnits(s.layers[il]);
+    bool dropped = false;
+    for (const WindowId id : gone) {
+      WindowRecord& w = windows[id];
+      w.flags |= WindowRecord::kSealed;
+      if (--w.n_units > 0 || w.n_created < layers.size()) continue;
+      DropEvictedWindow(id);
+      dropped = true;
+    }
+    if (dropped) {
+      std::erase_if(s.windows, [&](WindowId id) { return !windows[id].in_use(); });
+      TrimTight(s.windows);
+    }
+  }
+}
+
+}  // namespace qevict

@@ -1,0 +1,358 @@
+// Insides of KvCache, shared by the files of src/cache. No other module includes this header.
+//
+//   streams_[s].cells   cell -> window * 32 + offset | evicted mark + sequence | kNone
+//   windows_[w]         facts of a window, the same in all layers
+//   sequences_[q]       windows in order; per layer the units (accessible windows) in the same
+//   order pools_[c]           per distinct layer shape: full slots and packed slots, dense, with
+//   owners
+//
+// A unit is one window in one layer: a full slot, a packed slot, or both (full, codes dormant). A
+// window without a unit in a layer is evicted there, or not written yet (n_created tells).
+//
+// Bytes: everything that grows with the tokens is counted. Vectors grow in steps of 1/16
+// (GrowTight) and their capacity counts, not their size.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/arena.h"
+#include "base/half.h"
+#include "base/parallel.h"
+#include "base/rope.h"
+#include "kernels/attention.h"
+#include "kernels/rope_table.h"
+#include "qevict/cache.h"
+
+namespace qevict {
+
+inline constexpr uint32_t kMaxWindow = 32;
+inline constexpr uint32_t kMaxHeadDim = 512;
+/// Cell map: bit 31 set (and not kNone) = a token of sequence (value & ~mark) that is evicted in
+/// every layer.
+inline constexpr uint32_t kEvictedMark = 0x80000000u;
+/// First chunk of a prompt after decoding has begun: more rows than any speculation brings.
+inline constexpr uint32_t kMaxSpeculation = 32;
+inline constexpr size_t kPageBytes = 4096;
+
+/// Grows capacity to at least n in steps of 1/16.
+template <typename T>
+void GrowTight(std::vector<T>& v, size_t n) {
+  if (v.capacity() < n) v.reserve(n + std::max<size_t>(4, n / 16));
+}
+/// Gives capacity beyond two growth steps back.
+template <typename T>
+void TrimTight(std::vector<T>& v) {
+  const size_t n = v.size();
+  if (v.capacity() <= (n == 0 ? 0 : n + 2 * std::max<size_t>(4, n / 16))) return;
+  std::vector<T> fresh;
+  if (n > 0) fresh.reserve(n + std::max<size_t>(4, n / 16));
+  fresh.assign(v.begin(), v.end());
+  v.swap(fresh);
+}
+/// Capacity in bytes after growing to size + added.
+template <typename T>
+uint64_t GrownBytes(const std::vector<T>& v, size_t added) {
+  const size_t n = v.size() + added;
+  const size_t capacity = v.capacity() >= n ? v.capacity() : n + std::max<size_t>(4, n / 16);
+  return capacity * sizeof(T);
+}
+template <typename T>
+uint64_t CapacityBytes(const std::vector<T>& v) {
+  return v.capacity() * sizeof(T);
+}
+
+/// One window in one layer.
+struct UnitRecord {
+  static constexpr uint32_t kPinned = 0x80000000u;
+  static constexpr uint32_t kNoSlot = 0x7FFFFFFFu;
+
+  WindowId window = kNone;
+  uint32_t full_slot = kNone;
+  uint32_t packed = kNoSlot;  // bit 31: ranked as full precision, but stays packed
+  float score = 0.0f;
+
+  bool has_full() const { return full_slot != kNone; }
+  bool has_codes() const { return packed_slot() != kNoSlot; }
+  uint32_t packed_slot() const { return packed & ~kPinned; }
+  void set_packed_slot(uint32_t slot) { packed = (packed & kPinned) | slot; }
+  bool pinned() const { return (packed & kPinned) != 0; }
+  void set_pinned(bool on) { packed = on ? packed | kPinned : packed & ~kPinned; }
+};
+static_assert(sizeof(UnitRecord) == 16);
+
+struct SlotOwner {
+  WindowId window;
+  uint32_t layer;
+};
+
+/// Bytes of records that every unit costs beside its slot: unit, owner, and two growth steps.
+inline constexpr uint64_t kRecordBytes = sizeof(UnitRecord) + sizeof(SlotOwner) + 3;
+
+struct WindowRecord {
+  static constexpr uint8_t kSink = 1;
+  static constexpr uint8_t kPositional = 2;
+  static constexpr uint8_t kSealed = 4;  // packed or evicted somewhere: takes no more tokens
+
+  uint32_t seq = kNone;  // free record: next free one
+  uint32_t birth = kNone;
+  int32_t pos0 = 0;
+  uint32_t live = 0;
+  uint16_t n_units = 0;    // layers that hold it
+  uint16_t n_created = 0;  // layers that were written
+  uint8_t n_tokens = 0;
+  uint8_t flags = 0;
+
+  bool has(uint8_t flag) const { return (flags & flag) != 0; }
+  bool in_use() const { return birth != kNone; }
+};
+static_assert(sizeof(WindowRecord) == 24);
+
+/// Dense slots of one kind.
+struct SlotPool {
+  ArenaRegion* region = nullptr;
+  std::vector<SlotOwner> owners;    // [used]
+  std::vector<uint32_t> checksums;  // [used], packed slots under Config::check
+  size_t used() const { return owners.size(); }
+};
+
+/// Slots shared by the layers of one shape.
+struct ShapePools {
+  LayerShape shape{};
+  uint32_t n_layers = 0;
+  size_t full_head_bytes = 0, packed_head_bytes = 0;
+  SlotPool full, packed;
+  uint64_t n_dormant = 0;
+
+  uint64_t full_bytes() const { return full_head_bytes * shape.n_kv_heads; }
+  uint64_t packed_bytes() const { return packed_head_bytes * shape.n_kv_heads; }
+  /// M_f and M_q.
+  UnitCosts costs() const { return {full_bytes() + kRecordBytes, packed_bytes() + kRecordBytes}; }
+};
+
+struct LayerState {
+  uint32_t pools = 0;
+  RopeParams rope;
+  uint32_t rope_table = kNone;
+  size_t head_bytes[3] = {0, 0, 0};
+  uint64_t f16_token_bytes = 0;
+};
+
+/// One layer of one sequence.
+struct LayerSeq {
+  std::vector<UnitRecord> units;
+  bool routed = false;  // since the sequence began
+};
+
+struct Sequence {
+  uint32_t stream = 0;
+  std::vector<WindowId> windows;
+  std::vector<LayerSeq> layers;
+  uint64_t appended = 0;  // tokens counted for sinks
+  uint64_t live = 0;      // tokens in windows, not dead
+  uint64_t evicted = 0;   // tokens evicted in every layer, not dead
+  TokenRef tail;
+  int32_t tail_pos = 0;
+  uint64_t activity = 0;  // time of the last step
+  uint64_t created = 0;   // creation number: oldest first
+  bool prompt_phase = true;
+  bool decoded = false;      // a decode step has been noted
+  bool first_event = false;  // all layers have been routed once
+  bool event_step = false;   // the step in progress is an event
+  uint64_t decode_steps = 0;
+  bool had_tokens = false;
+  uint32_t reserved = 0;      // tokens promised by the last Route and not appended yet
+  uint32_t chunk_tokens = 0;  // longest prompt chunk so far
+
+  bool empty() const { return live + evicted == 0; }
+};
+
+struct Stream {
+  std::vector<uint32_t> cells;
+};
+
+/// What a commit does to one unit.
+struct UnitMove {
+  SeqId seq;
+  uint32_t index;  // in units
+  Placement to;
+};
+
+/// Moves of a commit by kind; `demote` includes `encode`.
+struct SortedMoves {
+  std::vector<UnitRecord*> evict, encode, demote, promote;
+  std::vector<std::pair<UnitRecord*, bool>> pin;
+};
+
+/// One sequence in the plan of one layer.
+struct SeqPlan {
+  SeqId id = kNone;
+  bool protect_recents = true;
+  uint64_t mandatory = 0;
+  std::vector<Candidate> candidates;
+  std::vector<uint32_t> index;  // unit of each candidate
+};
+
+struct KvCache::Impl {
+  // --- fixed at creation ---
+  Config config;
+  std::vector<LayerState> layers;
+  std::vector<ShapePools> pools;
+  std::vector<std::unique_ptr<kernels::RopeTable>> rope_tables;
+  uint32_t n_streams = 0, cells_per_stream = 0, budget_tokens = 0;
+  uint64_t f16_token_bytes = 0;
+
+  // --- contents ---
+  Arena arena;
+  std::vector<Stream> streams;
+  std::vector<WindowRecord> windows;
+  std::vector<uint32_t> window_cells;  // [window][W]
+  std::vector<std::unique_ptr<Sequence>> sequences;
+  uint32_t free_window = kNone;
+  uint32_t n_free_windows = 0;
+  uint32_t next_birth = 0;
+  uint64_t clock = 0;
+  int32_t max_pos = 0;
+  uint64_t unit_table_bytes = 0;  // capacity of all unit vectors
+  CacheStats counters;            // events, promotions, ... and peaks
+  bool routing_all = false;
+
+  std::vector<uint8_t*> write_blocks;  // scratch of Write
+
+  // --- restore in progress (state_rows.cc) ---
+  SeqId restore_seq = kNone;
+  uint32_t restore_stream = 0, restore_next_cell = 0;
+
+  // storage.cc
+  Status InitPools(std::vector<LayerShape> shapes);
+  LayerState& L(uint32_t il) { return layers[il]; }
+  ShapePools& PoolsOf(uint32_t il) { return pools[layers[il].pools]; }
+  const ShapePools& PoolsOf(uint32_t il) const { return pools[layers[il].pools]; }
+  uint8_t* FullSlot(uint32_t il, const UnitRecord& u) const {
+    return PoolsOf(il).full.region->slot(u.full_slot);
+  }
+  uint8_t* PackedSlot(uint32_t il, const UnitRecord& u) const {
+    return PoolsOf(il).packed.region->slot(u.packed_slot());
+  }
+  Status Write(uint32_t il, std::span<const TokenRef> refs, const float* rows, size_t row_stride,
+               bool is_k, ParallelFor& pool);
+  Status CreateUnits(uint32_t il, std::span<const TokenRef> refs);
+  void RemoveFullSlot(uint32_t il, UnitRecord& u);
+  void RemovePackedSlot(uint32_t il, UnitRecord& u);
+  void RemoveSlot(uint32_t il, bool packed, uint32_t slot);
+  void TrimPools();
+  void AddUnit(LayerSeq& ls, const UnitRecord& u);
+  void GrowUnits(LayerSeq& ls, size_t n);
+  void TrimUnits(LayerSeq& ls);
+  UnitRecord* FindUnit(SeqId seq, uint32_t il, WindowId w);
+  const UnitRecord* FindUnit(SeqId seq, uint32_t il, WindowId w) const {
+    return const_cast<Impl*>(this)->FindUnit(seq, il, w);
+  }
+
+  // windows.cc
+  SeqId CreateSequence(uint32_t stream);
+  Sequence* Seq(SeqId id) { return id < sequences.size() ? sequences[id].get() : nullptr; }
+  const Sequence* Seq(SeqId id) const {
+    return id < sequences.size() ? sequences[id].get() : nullptr;
+  }
+  uint32_t Cell(uint32_t stream, uint32_t cell) const {
+    const auto& cells = streams[stream].cells;
+    return cell < cells.size() ? cells[cell] : kNone;
+  }
+  void SetCell(uint32_t stream, uint32_t cell, uint32_t code);
+  static bool IsToken(uint32_t code) { return (code & kEvictedMark) == 0; }
+  static uint32_t CellCode(TokenRef ref) { return ref.window * kMaxWindow + ref.offset; }
+  Status CheckAppend(std::span<const TokenSpec> tokens);
+  TokenRef AppendOne(const TokenSpec& t);
+  bool CanRewrite(const TokenSpec& t, TokenRef held) const;
+  WindowId OpenWindowFor(Sequence& s, const TokenSpec& t);
+  WindowId NewWindow(SeqId seq, int32_t pos, bool positional, bool sink);
+  void ReleaseCell(uint32_t stream, uint32_t cell);
+  void KillToken(TokenRef ref);
+  void FreeWindow(WindowId w);
+  void DropEvictedWindow(WindowId w);
+  void ReleaseRecord(WindowId w);
+  void DropSequenceIfDead(SeqId id);
+  void DropSequence(SeqId id);
+  void FinishChange();
+  uint32_t CountNewWindows(const Sequence& s, uint32_t n) const;
+  uint32_t* CellsOf(WindowId w) { return window_cells.data() + size_t{w} * config.window; }
+  const uint32_t* CellsOf(WindowId w) const {
+    return window_cells.data() + size_t{w} * config.window;
+  }
+  int32_t PosOf(const WindowRecord& w, uint32_t offset) const {
+    return w.has(WindowRecord::kPositional) ? w.pos0 + static_cast<int32_t>(offset) : w.pos0;
+  }
+
+  // budget.cc
+  bool Routes() const { return config.preset != Preset::kFull; }
+  bool Bounded() const { return config.EffectivePrefill() == Prefill::kBounded; }
+  uint32_t Recents() const;
+  uint64_t DomainBudget() const;  // of one stream (fraction), or of all
+  uint64_t TotalBudget() const;
+  bool LimitInForce() const;
+  bool RoutedSequence(const Sequence& s) const { return Bounded() || s.first_event; }
+  uint64_t TableBytes() const;
+  uint64_t FixedTableBytes() const;
+  uint64_t DormantBytes() const;
+  uint64_t Limit() const;  // budget, plus what Config::charge_dormant leaves out
+  uint64_t HeldBytes() const { return arena.bytes() + TableBytes(); }
+  uint64_t TableGrowth(uint32_t new_windows, uint32_t new_tokens) const;
+  void UpdateLimit();
+  void NotePeak();
+  bool Chunked(const Sequence& s) const { return s.prompt_phase && RoutedSequence(s); }
+  std::vector<SeqId> Domain(SeqId seq) const;
+  uint64_t LargestFullCost() const;
+  uint64_t PromptReserve(std::span<const SeqId> domain) const;
+  Result<uint64_t> LayerShare(uint32_t il, std::span<const SeqId> domain) const;
+  bool FitsNext(const Sequence& s, uint32_t n) const;
+
+  // routing.cc
+  bool NoteStep(SeqId seq, uint32_t n, bool decode);
+  Status Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, ParallelFor& pool);
+  bool NeedsBoundedRoute(uint32_t il, SeqId seq) const;
+  void AddMass(uint32_t il, std::span<const WindowId> ids, const float* mass, size_t head_stride,
+               uint32_t n_heads, uint32_t n_queries);
+  uint64_t UnitBytes(uint32_t il, const UnitRecord& u) const;
+  void CollectCandidates(uint32_t il, SeqPlan& plan);
+  SeqPlan* LongestIdle(std::vector<SeqPlan>& plans, SeqId self) const;
+  uint32_t FirstRecentBirth(const Sequence& s) const;
+  void ScoreByKeyNorm(uint32_t il, UnitRecord& u) const;
+
+  // commit.cc
+  Status Commit(uint32_t il, std::vector<UnitMove>& moves, ParallelFor& pool);
+  SortedMoves SortMoves(uint32_t il, const std::vector<UnitMove>& moves);
+  Status ReserveForCommit(uint32_t il, size_t n_full, size_t n_packed);
+  void FreeSlots(uint32_t il, bool packed, const std::vector<UnitRecord*>& units);
+  void EncodeAll(uint32_t il, const std::vector<UnitRecord*>& units, ParallelFor& pool);
+  void DecodeAll(uint32_t il, const std::vector<UnitRecord*>& units, ParallelFor& pool);
+  void ForgetEvicted(uint32_t il, const std::vector<UnitMove>& moves);
+  void EncodeUnit(uint32_t il, const UnitRecord& u, uint8_t* block, float* k, float* v) const;
+  void DecodeUnit(uint32_t il, const UnitRecord& u, uint8_t* full, float* k, float* v) const;
+
+  // copy.cc, shift.cc, state_rows.cc, validate.cc
+  void Clear();
+  Status CopyStream(uint32_t src, uint32_t dst);
+  Status ShiftPositions(std::span<const int32_t> delta);
+  void RotateLayer(uint32_t il, std::span<const int32_t> delta, ParallelFor& pool);
+  void ReadRow(uint32_t il, uint32_t stream, uint32_t cell, bool is_k, uint16_t* row) const;
+  Status RestoreRows(uint32_t il, uint32_t stream, uint32_t cell0, uint32_t n, bool is_k,
+                     const uint16_t* rows);
+  CacheStats Stats() const;
+  std::vector<std::string> Validate() const;
+};
+
+/// 16-bit row <-> head block of kernels/attention.h.
+void StoreKeyRow(uint8_t* block, uint32_t window, uint32_t head_dim, uint32_t t,
+                 const uint16_t* row);
+void LoadKeyRow(const uint8_t* block, uint32_t window, uint32_t head_dim, uint32_t t,
+                uint16_t* row);
+uint32_t Checksum(const uint8_t* data, size_t n);
+void ConvertTo16(const float* from, size_t n, Elem elem, uint16_t* to);
+
+}  // namespace qevict

@@ -1,0 +1,224 @@
+// Routing: when events are due, and the plan of one layer.
+//
+// Per layer and event:
+//   share      bytes the layer may hold (budget.cc)
+//   mandatory  sinks, recents and promised tokens of every sequence of the domain
+//   history    share - mandatory, split over the sequences by their number of candidates
+// A policy (MakePlan) answers where each candidate shall be; commit.cc moves them.
+// If mandatory bytes exceed the share, recents of other sequences lose their protection, longest
+// idle first; only then the call fails.
+#include "cache/kv_cache_impl.h"
+#include "policy/rankers.h"
+
+namespace qevict {
+bool KvCache::Impl::NoteStep(SeqId seq, uint32_t n, bool decode) {
+  Sequence* s = Seq(seq);
+  if (!s || n == 0) return false;
+  s->activity = ++clock;
+  s->event_step = false;
+  if (!Routes()) return false;
+  const bool generates = decode || (s->decoded && n <= kMaxSpeculation);
+  bool due = false;
+  if (generates) {
+    const uint64_t interval = config.EffectiveInterval();
+    for (uint64_t step = s->decode_steps; step < s->decode_steps + n; ++step) {
+      due |= step >= config.first_event && (step - config.first_event) % interval == 0;
+    }
+    due |=
+        s->prompt_phase && RoutedSequence(*s);  // the prompt's reserve becomes the decode reserve
+    s->decode_steps += n;
+    s->decoded = true;
+    s->prompt_phase = false;
+  } else {
+    s->prompt_phase = true;
+    s->chunk_tokens = std::max(s->chunk_tokens, n);
+    s->reserved = 0;
+  }
+  if (!due && LimitInForce() && RoutedSequence(*s)) due = !FitsNext(*s, n);
+  s->event_step = due;
+  return due;
+}
+
+void KvCache::Impl::AddMass(uint32_t il, std::span<const WindowId> ids, const float* mass,
+                            size_t head_stride, uint32_t n_heads, uint32_t n_queries) {
+  const uint32_t n_kv_heads = PoolsOf(il).shape.n_kv_heads;
+  WindowMasses masses{mass, head_stride, n_kv_heads, std::max(1u, n_heads / n_kv_heads), n_queries};
+  if (config.event_scores) masses.repeat = config.EffectiveInterval();
+  size_t at = 0;
+  const std::vector<UnitRecord>* units = nullptr;
+  SeqId seq = kNone;
+  for (size_t i = 0; i < ids.size(); ++i) {
+    if (ids[i] >= windows.size() || !windows[ids[i]].in_use()) continue;
+    const WindowRecord& w = windows[ids[i]];
+    if (w.seq != seq) {
+      seq = w.seq;
+      units = &sequences[seq]->layers[il].units;
+      at = 0;
+    }
+    if (config.event_scores && !sequences[seq]->event_step) continue;
+    // ids come in the order of View: the next unit is nearly always the one.
+    UnitRecord* u = at < units->size() && (*units)[at].window == ids[i]
+                        ? const_cast<UnitRecord*>(&(*units)[at])
+                        : FindUnit(seq, il, ids[i]);
+    if (!u) continue;
+    at = static_cast<size_t>(u - units->data()) + 1;
+    u->score = UpdateScore(config, u->score, masses, i);
+  }
+}
+
+uint64_t KvCache::Impl::UnitBytes(uint32_t il, const UnitRecord& u) const {
+  const ShapePools& p = PoolsOf(il);
+  uint64_t bytes = sizeof(UnitRecord) + 1;
+  if (u.has_full()) bytes += p.full_bytes() + sizeof(SlotOwner) + 1;
+  if (u.has_codes() && (config.charge_dormant || !u.has_full())) {
+    bytes += p.packed_bytes() + sizeof(SlotOwner) + 1;
+  }
+  return bytes;
+}
+
+/// Birth of the oldest window that belongs to the recents.
+uint32_t KvCache::Impl::FirstRecentBirth(const Sequence& s) const {
+  const uint32_t recents = Recents();
+  const size_t n_protected = (recents + config.window - 1) / config.window;
+  uint32_t first = kNone;
+  uint64_t newer = 0;
+  for (size_t i = s.windows.size(); i-- > 0;) {
+    const WindowRecord& w = windows[s.windows[i]];
+    const size_t rank = s.windows.size() - 1 - i;
+    const bool open = rank == 0 && w.n_tokens < config.window && !w.has(WindowRecord::kSealed);
+    const bool recent =
+        config.local_mode == LocalMode::kAligned ? newer < recents : rank < n_protected;
+    if (!open && !recent) break;
+    first = w.birth;
+    newer += w.n_tokens;
+  }
+  return first;
+}
+
+void KvCache::Impl::ScoreByKeyNorm(uint32_t il, UnitRecord& u) const {
+  const ShapePools& p = PoolsOf(il);
+  const uint32_t d = p.shape.head_dim, n = windows[u.window].n_tokens;
+  uint16_t row[kMaxHeadDim];
+  float key[kMaxHeadDim];
+  double sum = 0.0;
+  for (uint32_t h = 0; h < p.shape.n_kv_heads; ++h) {
+    for (uint32_t t = 0; t < n; ++t) {
+      LoadKeyRow(FullSlot(il, u) + h * p.full_head_bytes, config.window, d, t, row);
+      for (uint32_t i = 0; i < d; ++i) key[i] = ToF32(row[i], p.shape.elem_k);
+      sum += KeyNormSum(key, 1, d);
+    }
+  }
+  u.score = KeyNormScore(config, sum, p.shape.n_kv_heads, n);
+}
+
+/// Fills mandatory bytes and candidates of one sequence in one layer.
+void KvCache::Impl::CollectCandidates(uint32_t il, SeqPlan& plan) {
+  Sequence& s = *sequences[plan.id];
+  const uint64_t full_cost = PoolsOf(il).costs().full_bytes;
+  const uint32_t first_recent = plan.protect_recents ? FirstRecentBirth(s) : kNone;
+  plan.mandatory = 0;
+  plan.candidates.clear();
+  plan.index.clear();
+  if (plan.protect_recents && !Chunked(s)) {
+    plan.mandatory += CountNewWindows(s, s.reserved) * full_cost;
+  }
+  std::vector<UnitRecord>& units = s.layers[il].units;
+  for (uint32_t i = 0; i < units.size(); ++i) {
+    UnitRecord& u = units[i];
+    const WindowRecord& w = windows[u.window];
+    if (w.has(WindowRecord::kSink) || w.birth >= first_recent) {
+      plan.mandatory += UnitBytes(il, u);
+      continue;
+    }
+    if (config.score == ScoreKind::kKeyNorm && u.has_full() && !u.has_codes()) {
+      ScoreByKeyNorm(il, u);
+    }
+    plan.candidates.push_back({w.birth, u.score, u.has_full() ? Tier::kFull : Tier::kPacked,
+                               u.has_codes(), static_cast<uint32_t>(plan.candidates.size())});
+    plan.index.push_back(i);
+  }
+}
+
+/// The other sequence that has been idle longest and still has protected recents, or null.
+SeqPlan* KvCache::Impl::LongestIdle(std::vector<SeqPlan>& plans, SeqId self) const {
+  SeqPlan* idle = nullptr;
+  for (SeqPlan& p : plans) {
+    if (p.id == self || !p.protect_recents) continue;
+    if (!idle || sequences[p.id]->activity < sequences[idle->id]->activity) idle = &p;
+  }
+  return idle;
+}
+
+Status KvCache::Impl::Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, ParallelFor& pool) {
+  if (il >= layers.size()) return OutOfRange("layer " + std::to_string(il) + " does not exist");
+  Sequence* self = Seq(seq);
+  if (!self) return OutOfRange("sequence " + std::to_string(seq) + " does not exist");
+  if (!Routes()) return {};
+  if (Chunked(*self)) {
+    self->chunk_tokens = std::max(self->chunk_tokens, reserve_tokens);
+  } else {
+    self->reserved = reserve_tokens;
+  }
+
+  const std::vector<SeqId> domain = Domain(seq);
+  const Result<uint64_t> share = LayerShare(il, domain);
+  if (!share.ok()) return share.status();
+  std::vector<SeqPlan> plans;
+  uint64_t mandatory = 0;
+  for (const SeqId id : domain) {
+    plans.emplace_back().id = id;
+    CollectCandidates(il, plans.back());
+    mandatory += plans.back().mandatory;
+  }
+  while (mandatory > *share) {
+    SeqPlan* idle = LongestIdle(plans, seq);
+    if (!idle) {
+      return ResourceExhausted("sinks, recents and reserve of layer " + std::to_string(il) +
+                               " need " + std::to_string(mandatory) +
+                               " bytes; its share of the budget is " + std::to_string(*share));
+    }
+    mandatory -= idle->mandatory;
+    idle->protect_recents = false;
+    CollectCandidates(il, *idle);
+    mandatory += idle->mandatory;
+  }
+
+  uint64_t n_candidates = 0;
+  for (const SeqPlan& p : plans) n_candidates += p.candidates.size();
+  std::vector<UnitMove> moves;
+  for (const SeqPlan& p : plans) {
+    if (p.candidates.empty()) continue;
+    const uint64_t history =
+        (*share - mandatory) / n_candidates * p.candidates.size() +
+        (*share - mandatory) % n_candidates * p.candidates.size() / n_candidates;
+    const Plan plan = MakePlan({p.candidates, PoolsOf(il).costs(), history}, config);
+    for (size_t i = 0; i < p.candidates.size(); ++i) {
+      moves.push_back({p.id, p.index[i], plan.placements[i]});
+    }
+  }
+  QEVICT_RETURN_IF_ERROR(Commit(il, moves, pool));
+  self->layers[il].routed = true;
+  self->first_event =
+      self->first_event || std::all_of(self->layers.begin(), self->layers.end(),
+                                       [](const LayerSeq& ls) { return ls.routed; });
+  return {};
+}
+
+bool KvCache::Impl::NeedsBoundedRoute(uint32_t il, SeqId seq) const {
+  const Sequence* s = Seq(seq);
+  if (il >= layers.size() || !s || !Routes() || !Chunked(*s)) return false;
+  const std::vector<SeqId> domain = Domain(seq);
+  const Result<uint64_t> share = LayerShare(il, domain);
+  if (!share.ok()) return true;  // Route says why
+  uint64_t held = 0;
+  for (const SeqId id : domain) {
+    const Sequence& other = *sequences[id];
+    if (!Chunked(other)) {
+      held += CountNewWindows(other, other.reserved) * PoolsOf(il).costs().full_bytes;
+    }
+    for (const UnitRecord& u : other.layers[il].units) held += UnitBytes(il, u);
+  }
+  return held > *share;
+}
+
+}  // namespace qevict

@@ -1,0 +1,280 @@
+// Sequences, windows and cells: which token is where, before any tier.
+//
+// Tail rollback (speculative decoding takes tokens back): a token that is written again with the
+// same cell, position and sequence keeps its place. Otherwise dead tokens at the end of the last
+// window are cut off when the new token continues there. A sealed window (packed or evicted in some
+// layer) takes no tokens.
+#include <bit>
+
+#include "cache/kv_cache_impl.h"
+
+namespace qevict {
+
+SeqId KvCache::Impl::CreateSequence(uint32_t stream) {
+  auto s = std::make_unique<Sequence>();
+  s->stream = stream;
+  s->layers.resize(layers.size());
+  s->created = s->activity = ++clock;
+  for (SeqId id = 0; id < sequences.size(); ++id) {
+    if (!sequences[id]) {
+      sequences[id] = std::move(s);
+      return id;
+    }
+  }
+  sequences.push_back(std::move(s));
+  return static_cast<SeqId>(sequences.size() - 1);
+}
+
+void KvCache::Impl::SetCell(uint32_t stream, uint32_t cell, uint32_t code) {
+  std::vector<uint32_t>& cells = streams[stream].cells;
+  if (cell >= cells.size()) {
+    if (code == kNone) return;
+    GrowTight(cells, cell + 1);
+    cells.resize(cell + 1, kNone);
+  }
+  cells[cell] = code;
+}
+
+/// New windows that `n` more tokens with consecutive positions make.
+uint32_t KvCache::Impl::CountNewWindows(const Sequence& s, uint32_t n) const {
+  const uint32_t w_len = config.window;
+  uint64_t appended = s.appended;
+  uint32_t count = 0;
+  const auto take = [&](uint64_t room) {
+    const uint32_t taken = static_cast<uint32_t>(std::min<uint64_t>(room, n));
+    n -= taken;
+    appended += taken;
+  };
+  if (!s.windows.empty()) {
+    const WindowRecord& w = windows[s.windows.back()];
+    if (!w.has(WindowRecord::kSealed)) {
+      uint64_t room = w_len - w.n_tokens;
+      if (w.has(WindowRecord::kSink)) {
+        room = std::min<uint64_t>(room, config.sinks > appended ? config.sinks - appended : 0);
+      }
+      take(room);
+    }
+  }
+  while (n > 0 && appended < config.sinks) {
+    take(std::min<uint64_t>(w_len, config.sinks - appended));
+    ++count;
+  }
+  return count + (n + w_len - 1) / w_len;
+}
+
+Status KvCache::Impl::CheckAppend(std::span<const TokenSpec> tokens) {
+  uint32_t new_windows = 0, run = 0;
+  int32_t highest = max_pos;
+  for (size_t i = 0; i < tokens.size(); ++i) {
+    const TokenSpec& t = tokens[i];
+    if (!Seq(t.seq)) return OutOfRange("sequence " + std::to_string(t.seq) + " does not exist");
+    if (t.cell >= cells_per_stream) {
+      return OutOfRange("cell " + std::to_string(t.cell) + " lies beyond the " +
+                        std::to_string(cells_per_stream) + " cells of a stream");
+    }
+    if (t.positional) {
+      if (t.pos < 0) return InvalidArgument("position " + std::to_string(t.pos) + " is negative");
+      highest = std::max(highest, t.pos);
+    }
+    const bool continues = i > 0 && tokens[i - 1].seq == t.seq &&
+                           tokens[i - 1].positional == t.positional &&
+                           (!t.positional || tokens[i - 1].pos + 1 == t.pos);
+    if (!continues) run = 0;
+    const bool at_sink = Seq(t.seq)->appended < config.sinks + tokens.size();
+    if (run++ % config.window == 0 || at_sink) ++new_windows;
+  }
+  max_pos = highest;
+  for (auto& table : rope_tables) table->Grow(max_pos);
+  if (!LimitInForce()) return {};
+  const uint32_t n = static_cast<uint32_t>(tokens.size());
+  const uint64_t after = HeldBytes() + TableGrowth(new_windows, n);
+  if (after > Limit()) {
+    return ResourceExhausted("records of " + std::to_string(n) + " more tokens need " +
+                             std::to_string(after) + " bytes in total; the budget is " +
+                             std::to_string(Limit()));
+  }
+  return {};
+}
+
+bool KvCache::Impl::CanRewrite(const TokenSpec& t, TokenRef held) const {
+  const WindowRecord& w = windows[held.window];
+  if (w.seq != t.seq || w.has(WindowRecord::kSealed)) return false;
+  if (w.has(WindowRecord::kPositional) != t.positional) return false;
+  return !t.positional || PosOf(w, held.offset) == t.pos;
+}
+
+WindowId KvCache::Impl::OpenWindowFor(Sequence& s, const TokenSpec& t) {
+  if (s.windows.empty()) return kNone;
+  const WindowId id = s.windows.back();
+  WindowRecord& w = windows[id];
+  if (w.has(WindowRecord::kSealed)) return kNone;
+  if (w.has(WindowRecord::kPositional) != t.positional) return kNone;
+  const uint32_t kept =
+      32 - static_cast<uint32_t>(std::countl_zero(w.live));  // dead tail is cut off
+  if (t.positional && PosOf(w, kept) != t.pos) return kNone;
+  const uint64_t appended = s.appended - (w.n_tokens - kept);
+  if (kept >= config.window) return kNone;
+  if (w.has(WindowRecord::kSink) && appended >= config.sinks) return kNone;
+  w.n_tokens = static_cast<uint8_t>(kept);
+  s.appended = appended;
+  return id;
+}
+
+WindowId KvCache::Impl::NewWindow(SeqId seq, int32_t pos, bool positional, bool sink) {
+  WindowId id = free_window;
+  if (id != kNone) {
+    free_window = windows[id].seq;
+    --n_free_windows;
+  } else {
+    id = static_cast<WindowId>(windows.size());
+    GrowTight(windows, windows.size() + 1);
+    GrowTight(window_cells, window_cells.size() + config.window);
+    windows.emplace_back();
+    window_cells.resize(window_cells.size() + config.window);
+  }
+  WindowRecord w;
+  w.seq = seq;
+  w.birth = next_birth++;
+  w.pos0 = positional ? pos : 0;
+  if (positional) w.flags |= WindowRecord::kPositional;
+  if (sink) w.flags |= WindowRecord::kSink;
+  windows[id] = w;
+  Sequence& s = *sequences[seq];
+  GrowTight(s.windows, s.windows.size() + 1);
+  s.windows.push_back(id);
+  return id;
+}
+
+TokenRef KvCache::Impl::AppendOne(const TokenSpec& t) {
+  Sequence& s = *sequences[t.seq];
+  const uint32_t held = Cell(s.stream, t.cell);
+  TokenRef ref;
+  bool rewritten = false;
+  if (held != kNone && IsToken(held)) {
+    ref = {held / kMaxWindow, held % kMaxWindow};
+    rewritten = CanRewrite(t, ref);
+  }
+  if (!rewritten) {
+    ReleaseCell(s.stream, t.cell);
+    WindowId id = OpenWindowFor(s, t);
+    if (id == kNone) id = NewWindow(t.seq, t.pos, t.positional, s.appended < config.sinks);
+    WindowRecord& w = windows[id];
+    ref = {id, w.n_tokens++};
+    w.live |= 1u << ref.offset;
+    CellsOf(id)[ref.offset] = t.cell;
+    SetCell(s.stream, t.cell, CellCode(ref));
+    ++s.appended;
+    ++s.live;
+    s.had_tokens = true;
+  }
+  s.tail = ref;
+  s.tail_pos = t.pos;
+  if (s.reserved > 0) --s.reserved;
+  return ref;
+}
+
+/// Forgets what a cell holds.
+void KvCache::Impl::ReleaseCell(uint32_t stream, uint32_t cell) {
+  const uint32_t held = Cell(stream, cell);
+  if (held == kNone) return;
+  if (IsToken(held)) {
+    KillToken({held / kMaxWindow, held % kMaxWindow});
+    return;
+  }
+  SetCell(stream, cell, kNone);
+  if (Sequence* owner = Seq(held & ~kEvictedMark)) --owner->evicted;
+}
+
+void KvCache::Impl::KillToken(TokenRef ref) {
+  WindowRecord& w = windows[ref.window];
+  Sequence& s = *sequences[w.seq];
+  SetCell(s.stream, CellsOf(ref.window)[ref.offset], kNone);
+  w.live &= ~(1u << ref.offset);
+  --s.live;
+  if (s.tail.window == ref.window && s.tail.offset == ref.offset) s.tail = {};
+  if (w.live == 0) FreeWindow(ref.window);
+}
+
+/// Removes a window whose tokens are all dead from every layer.
+void KvCache::Impl::FreeWindow(WindowId id) {
+  WindowRecord& w = windows[id];
+  Sequence& s = *sequences[w.seq];
+  for (uint32_t il = 0; il < layers.size(); ++il) {
+    UnitRecord* u = FindUnit(w.seq, il, id);
+    if (!u) continue;
+    // The record leaves first: removing a slot looks other units up, never this one.
+    UnitRecord gone = *u;
+    if (gone.has_codes()) RemovePackedSlot(il, *u);
+    if (gone.has_full()) RemoveFullSlot(il, *u);
+    std::vector<UnitRecord>& units = s.layers[il].units;
+    units.erase(units.begin() + (u - units.data()));
+  }
+  w.n_units = 0;
+  if (s.windows.back() == id) {
+    s.appended -= w.n_tokens;  // a tail was taken back
+    s.windows.pop_back();
+  } else {
+    s.windows.erase(std::find(s.windows.begin(), s.windows.end(), id));
+  }
+  ReleaseRecord(id);
+}
+
+/// Gives up the record of a window that is evicted in every layer; the caller removes it from the
+/// sequence's list.
+void KvCache::Impl::DropEvictedWindow(WindowId id) {
+  const WindowRecord& w = windows[id];
+  Sequence& s = *sequences[w.seq];
+  for (uint32_t t = 0; t < w.n_tokens; ++t) {
+    if (((w.live >> t) & 1u) == 0) continue;
+    SetCell(s.stream, CellsOf(id)[t], kEvictedMark | w.seq);
+    --s.live;
+    ++s.evicted;
+  }
+  if (s.tail.window == id) s.tail = {};
+  ReleaseRecord(id);
+}
+
+void KvCache::Impl::ReleaseRecord(WindowId id) {
+  windows[id] = WindowRecord{};
+  windows[id].seq = free_window;
+  free_window = id;
+  ++n_free_windows;
+}
+
+void KvCache::Impl::DropSequenceIfDead(SeqId id) {
+  const Sequence* s = Seq(id);
+  if (s && s->live == 0 && s->had_tokens) DropSequence(id);
+}
+
+/// Forgets a sequence and all its tokens.
+void KvCache::Impl::DropSequence(SeqId id) {
+  Sequence& s = *sequences[id];
+  while (!s.windows.empty()) {
+    const WindowId w = s.windows.back();
+    for (uint32_t t = 0; t < windows[w].n_tokens; ++t) {
+      if ((windows[w].live >> t) & 1u) SetCell(s.stream, CellsOf(w)[t], kNone);
+    }
+    FreeWindow(w);
+  }
+  if (s.evicted > 0) {
+    for (uint32_t& code : streams[s.stream].cells) {
+      if (code == (kEvictedMark | id)) code = kNone;
+    }
+  }
+  for (const LayerSeq& ls : s.layers) unit_table_bytes -= CapacityBytes(ls.units);
+  if (restore_seq == id) restore_seq = kNone;
+  sequences[id].reset();
+}
+
+/// Ends every call that changed windows: dead sequences go, slots and tables shrink, the limit
+/// follows.
+void KvCache::Impl::FinishChange() {
+  for (SeqId id = 0; id < sequences.size(); ++id) {
+    if (sequences[id]) DropSequenceIfDead(id);
+  }
+  TrimPools();
+  UpdateLimit();
+  NotePeak();
+}
+
+}  // namespace qevict
