@@ -27,7 +27,7 @@ uint64_t WindowsTouched(uint64_t n, uint64_t window) {
 uint64_t RoundUp(uint64_t n, uint64_t to) { return CeilDiv(n, to) * to; }
 
 uint64_t RopeBlockBytes(const kernels::RopeTable& table) {
-  return uint64_t{table.n_pairs()} * 2 * sizeof(float);
+  return RoundUp(table.n_pairs(), 16) * 2 * sizeof(float);
 }
 
 }  // namespace
@@ -41,7 +41,9 @@ uint64_t MinimumBudgetBytes(const Config& config, std::span<const LayerShape> la
   const uint64_t n_sink = CeilDiv(config.sinks, w);
   const uint64_t n_full = n_sink + WindowsTouched(recents + config.EffectiveInterval(), w);
   uint64_t bytes = sizeof(Sequence);
+  uint64_t rope_table = 0;
   for (const LayerShape& l : layers) {
+    rope_table = std::max(rope_table, (64 + 32) * 2 * RoundUp(l.head_dim / 2, 16) * sizeof(float));
     const uint64_t full =
         l.n_kv_heads * kernels::FullHeadBytes(config.window, l.head_dim, l.head_dim_v);
     const uint64_t packed = l.n_kv_heads * kernels::PackedHeadBytes(config.bits, config.window,
@@ -50,7 +52,7 @@ uint64_t MinimumBudgetBytes(const Config& config, std::span<const LayerShape> la
     bytes += kUnitSlack + sizeof(LayerSeq) + kPoolSlack;
   }
   const uint64_t window_bytes = sizeof(WindowRecord) + 2 * sizeof(uint32_t) * (w + 1);
-  return bytes + (n_full + 8) * window_bytes;
+  return bytes + rope_table + (n_full + 8) * window_bytes;
 }
 
 uint32_t KvCache::Impl::Recents() const {

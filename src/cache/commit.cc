@@ -46,14 +46,16 @@ uint32_t Checksum(const uint8_t* data, size_t n) {
   return hash;
 }
 
-/// Rows of one unit as f32, keys before RoPE, packed into `block` (all kv heads).
+/// Rows of one unit as f32, keys before RoPE, packed into `block` (all kv heads). Windows without
+/// positions are un-rotated at position pos0 = 0, which takes the magnitude out that kernels put
+/// back.
 void KvCache::Impl::EncodeUnit(uint32_t il, const UnitRecord& u, uint8_t* block, float* k,
                                float* v) const {
   const ShapePools& p = PoolsOf(il);
   const RopeParams& rope = layers[il].rope;
   const WindowRecord& w = windows[u.window];
   const uint32_t d = p.shape.head_dim, dv = p.shape.head_dim_v, n = w.n_tokens;
-  const bool rotated = rope.pairing != RopePairing::kNone && w.has(WindowRecord::kPositional);
+  const bool rotated = rope.pairing != RopePairing::kNone;
   std::vector<float> phases(rotated ? size_t{n} * rope.n_dims : 0);
   for (uint32_t t = 0; t < n && rotated; ++t) {
     RopeCosSin(rope, PosOf(w, t), phases.data() + size_t{t} * rope.n_dims);
@@ -83,8 +85,7 @@ void KvCache::Impl::DecodeUnit(uint32_t il, const UnitRecord& u, uint8_t* full, 
   const uint32_t d = p.shape.head_dim, dv = p.shape.head_dim_v, n = w.n_tokens;
   const bool rotated = rope.pairing != RopePairing::kNone;
   std::vector<float> phases(rotated ? size_t{n} * rope.n_dims : 0);
-  const bool moves = w.has(WindowRecord::kPositional) || w.pos0 != 0;
-  for (uint32_t t = 0; t < n && rotated && moves; ++t) {
+  for (uint32_t t = 0; t < n && rotated; ++t) {
     RopeCosSin(rope, PosOf(w, t), phases.data() + size_t{t} * rope.n_dims);
   }
   uint16_t row[kMaxHeadDim];
@@ -95,7 +96,7 @@ void KvCache::Impl::DecodeUnit(uint32_t il, const UnitRecord& u, uint8_t* full, 
                            PackedSlot(il, u) + h * p.packed_head_bytes, k, v);
     for (uint32_t t = 0; t < n; ++t) {
       float* key = k + size_t{t} * d;
-      if (rotated && moves) RopeRotate(rope, phases.data() + size_t{t} * rope.n_dims, key);
+      if (rotated) RopeRotate(rope, phases.data() + size_t{t} * rope.n_dims, key);
       ConvertTo16(key, d, p.shape.elem_k, row);
       StoreKeyRow(out, config.window, d, t, row);
     }

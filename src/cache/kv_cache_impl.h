@@ -345,6 +345,11 @@ struct KvCache::Impl {
                      const uint16_t* rows);
   CacheStats Stats() const;
   std::vector<std::string> Validate() const;
+  void ValidateWindows(std::vector<std::string>& out) const;
+  void ValidateUnits(std::vector<std::string>& out) const;
+  void ValidateCells(std::vector<std::string>& out) const;
+  void ValidateSlots(std::vector<std::string>& out) const;
+  void ValidateBytes(std::vector<std::string>& out) const;
 };
 
 /// 16-bit row <-> head block of kernels/attention.h.
