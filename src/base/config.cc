@@ -5,7 +5,10 @@
 
 #include <array>
 #include <charconv>
+#include <cmath>
 #include <cstdio>
+#include <initializer_list>
+#include <iterator>
 #include <optional>
 #include <span>
 
@@ -164,7 +167,7 @@ std::string WriteBudget(const Config& config) {
   if (config.budget_bytes == 0) return NumberText(config.budget_fraction);
   for (const Unit& unit : kUnits) {
     if (config.budget_bytes % unit.bytes == 0) {
-      return NumberText(config.budget_bytes / unit.bytes) + std::string(unit.name);
+      return NumberText(config.budget_bytes / unit.bytes).append(unit.name);
     }
   }
   return {};
@@ -188,7 +191,7 @@ bool ReadRecents(std::string_view text, Config& config) {
 }
 
 std::string WriteRecents(const Config& config) {
-  if (config.recents_percent != 0) return NumberText(config.recents_percent) + "%";
+  if (config.recents_percent != 0) return NumberText(config.recents_percent).append("%");
   return NumberText(config.recents);
 }
 
@@ -205,7 +208,7 @@ bool ReadQ(std::string_view text, Config& config) {
   const std::optional<double> value = ParseNumber<double>(text);
   if (!value || !(*value >= 0.0 && *value <= 1.0)) return false;
   const double scaled = *value * 1000.0;
-  const uint32_t permille = static_cast<uint32_t>(scaled + 0.5);
+  const uint32_t permille = static_cast<uint32_t>(std::lround(scaled));
   const double rest = scaled - permille;
   if (rest > 1e-6 || rest < -1e-6) return false;
   config.q_permille = permille;
@@ -294,9 +297,10 @@ constexpr Key kKeys[] = {
 
 // ---- Messages ----
 
+constexpr size_t kMaxShown = 60;
+
 /// User text for a message: short, on one line, printable.
 std::string Shown(std::string_view text) {
-  constexpr size_t kMaxShown = 60;
   std::string shown(text.substr(0, kMaxShown));
   for (char& c : shown) {
     if (c < 0x20 || c > 0x7E) c = '?';
@@ -305,15 +309,23 @@ std::string Shown(std::string_view text) {
   return shown;
 }
 
+/// Concatenation in one place: chains of operator+ on temporaries make GCC 12 warn of overlaps that
+/// are not there.
+std::string Join(std::initializer_list<std::string_view> parts) {
+  std::string joined;
+  for (const std::string_view part : parts) joined += part;
+  return joined;
+}
+
 Status BadValue(const Key& key, std::string_view value) {
-  return InvalidArgument(std::string(key.name) + "=" + Shown(value) + " is not legal: expected " +
-                         std::string(key.legal));
+  return InvalidArgument(
+      Join({key.name, "=", Shown(value), " is not legal: expected ", key.legal}));
 }
 
 Status UnknownKey(std::string_view name, std::string_view value) {
   std::string message =
-      "unknown key " + Shown(name) + " (value " + Shown(value) + "): expected one of";
-  for (const Key& key : kKeys) message += " " + std::string(key.name);
+      Join({"unknown key ", Shown(name), " (value ", Shown(value), "): expected one of"});
+  for (const Key& key : kKeys) message += Join({" ", key.name});
   return InvalidArgument(std::move(message));
 }
 
@@ -326,8 +338,9 @@ const Key* FindKey(std::string_view name) {
 
 // ---- Text ----
 
+constexpr std::string_view kSpace = " \t\r\n\v\f";
+
 std::string_view Trim(std::string_view text) {
-  constexpr std::string_view kSpace = " \t\r\n\v\f";
   const size_t begin = text.find_first_not_of(kSpace);
   if (begin == std::string_view::npos) return {};
   return text.substr(begin, text.find_last_not_of(kSpace) - begin + 1);
@@ -350,7 +363,7 @@ Status SetValue(const Key& key, std::string_view value, Config& config) {
 Status ApplyItem(std::string_view item, std::span<bool> seen, Config& config) {
   const size_t equals = item.find('=');
   if (equals == std::string_view::npos) {
-    return InvalidArgument("`" + Shown(item) + "` has no value: expected key=value");
+    return InvalidArgument(Join({"`", Shown(item), "` has no value: expected key=value"}));
   }
   const std::string_view name = Trim(item.substr(0, equals));
   const std::string_view value = Trim(item.substr(equals + 1));
@@ -358,12 +371,14 @@ Status ApplyItem(std::string_view item, std::span<bool> seen, Config& config) {
   if (key == nullptr) return UnknownKey(name, value);
   bool& was_seen = seen[static_cast<size_t>(key - kKeys)];
   if (was_seen) {
-    return InvalidArgument("key " + std::string(name) + " is given twice (the second value is " +
-                           Shown(value) + "): expected once");
+    return InvalidArgument(Join(
+        {"key ", name, " is given twice (the second value is ", Shown(value), "): expected once"}));
   }
   was_seen = true;
   return SetValue(*key, value, config);
 }
+
+constexpr size_t kMaxFileBytes = size_t{1} << 20;
 
 std::optional<std::string> ReadFile(const std::string& path, size_t max_bytes) {
   std::FILE* file = std::fopen(path.c_str(), "rbe");
@@ -404,16 +419,16 @@ Result<Config> ParseConfig(std::string_view text, const Config& base) {
 Result<Config> LoadConfig(std::string_view text_or_path, const Config& base) {
   const std::string_view text = Trim(text_or_path);
   if (text.empty() || text.find('=') != std::string_view::npos) return ParseConfig(text, base);
-  constexpr size_t kMaxFileBytes = 1 << 20;
   const std::optional<std::string> contents = ReadFile(std::string(text), kMaxFileBytes);
   if (!contents)
-    return NotFound("`" + Shown(text) + "` is neither key=value text nor a readable file");
+    return NotFound(Join({"`", Shown(text), "` is neither key=value text nor a readable file"}));
   if (contents->size() > kMaxFileBytes) {
-    return InvalidArgument("configuration file " + Shown(text) + " is larger than 1 MiB");
+    return InvalidArgument(Join({"configuration file ", Shown(text), " is larger than 1 MiB"}));
   }
   Result<Config> config = ParseConfig(*contents, base);
   if (config.ok()) return config;
-  return Status(config.status().code(), "in " + Shown(text) + ": " + config.status().message());
+  return Status(config.status().code(),
+                Join({"in ", Shown(text), ": ", config.status().message()}));
 }
 
 Status ValidateConfig(const Config& config) {
@@ -422,9 +437,10 @@ Status ValidateConfig(const Config& config) {
   }
   if (config.local_mode == LocalMode::kWindows && config.recents_percent == 0 &&
       config.recents < config.window) {
-    return InvalidArgument("recents=" + NumberText(config.recents) +
-                           " is not legal with local_mode=windows: expected " +
-                           "at least one window of " + NumberText(config.window) + " tokens");
+    return InvalidArgument(
+        Join({"recents=", NumberText(config.recents),
+              " is not legal with local_mode=windows: expected at least one window of ",
+              NumberText(config.window), " tokens"}));
   }
   return {};
 }
@@ -433,7 +449,7 @@ std::string ToText(const Config& config) {
   std::string text;
   for (const Key& key : kKeys) {
     if (!text.empty()) text += ',';
-    text += std::string(key.name) + "=" + key.write(config);
+    text += Join({key.name, "=", key.write(config)});
   }
   return text;
 }

@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 
 namespace qevict {
 namespace {
@@ -40,7 +41,7 @@ struct YarnRamp {
     low = std::max(0.0f, std::floor(CorrectionDim(p, p.beta_fast)));
     high = std::min(static_cast<float>(p.n_dims) - 1.0f, std::ceil(CorrectionDim(p, p.beta_slow)));
   }
-  float At(uint32_t pair) const {
+  float At(size_t pair) const {
     const float y = (static_cast<float>(pair) - low) / std::max(0.001f, high - low);
     return 1.0f - std::min(1.0f, std::max(0.0f, y));
   }
@@ -48,9 +49,9 @@ struct YarnRamp {
 
 /// Channels of pair i.
 struct Pair {
-  uint32_t a, b;
+  size_t a, b;
 };
-inline Pair PairAt(const RopeParams& p, uint32_t i) {
+inline Pair PairAt(const RopeParams& p, size_t i) {
   if (p.pairing == RopePairing::kInterleaved) return {p.offset + 2 * i, p.offset + 2 * i + 1};
   return {p.offset + i, p.offset + i + p.n_dims / 2};
 }
@@ -68,7 +69,7 @@ void RopeCosSin(const RopeParams& params, int32_t pos, float* cos_sin) {
   const float magnitude = RopeMagnitude(params);
   const YarnRamp ramp(params);
   float theta = static_cast<float>(pos);
-  for (uint32_t i = 0; i < params.n_dims / 2; ++i) {
+  for (size_t i = 0; i < params.n_dims / 2; ++i) {
     const float extrapolated = params.freq_factors.empty() ? theta : theta / params.freq_factors[i];
     float angle = params.freq_scale * extrapolated;
     if (params.ext_factor != 0.0f) {
@@ -86,7 +87,7 @@ std::vector<double> RopeFrequencies(const RopeParams& params) {
   const double theta_scale = ThetaScale(params);
   const YarnRamp ramp(params);
   std::vector<double> omega(params.n_dims / 2);
-  for (uint32_t i = 0; i < omega.size(); ++i) {
+  for (size_t i = 0; i < omega.size(); ++i) {
     double extrapolated = std::pow(theta_scale, static_cast<double>(i));
     if (!params.freq_factors.empty()) extrapolated /= static_cast<double>(params.freq_factors[i]);
     omega[i] = static_cast<double>(params.freq_scale) * extrapolated;
@@ -100,7 +101,7 @@ std::vector<double> RopeFrequencies(const RopeParams& params) {
 
 void RopeRotate(const RopeParams& params, const float* cos_sin, float* row) {
   if (params.pairing == RopePairing::kNone) return;
-  for (uint32_t i = 0; i < params.n_dims / 2; ++i) {
+  for (size_t i = 0; i < params.n_dims / 2; ++i) {
     const Pair pair = PairAt(params, i);
     const float c = cos_sin[2 * i], s = cos_sin[2 * i + 1];
     const float x = row[pair.a], y = row[pair.b];
@@ -114,7 +115,7 @@ void RopeUnrotate(const RopeParams& params, const float* cos_sin, float* row) {
   // cos_sin carries the magnitude once more: (c, s) * (c, -s) = magnitude^2.
   const float magnitude = RopeMagnitude(params);
   const float inverse = 1.0f / (magnitude * magnitude);
-  for (uint32_t i = 0; i < params.n_dims / 2; ++i) {
+  for (size_t i = 0; i < params.n_dims / 2; ++i) {
     const Pair pair = PairAt(params, i);
     const float c = cos_sin[2 * i] * inverse, s = cos_sin[2 * i + 1] * inverse;
     const float x = row[pair.a], y = row[pair.b];

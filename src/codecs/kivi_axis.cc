@@ -10,6 +10,8 @@ namespace qevict::codecs {
 namespace {
 
 constexpr float kMaxF16 = 65504.0f;
+// 1.5 * 2^23: adding it leaves no fraction bits, rounded half to even.
+constexpr float kRound = 12582912.0f;
 
 inline float Finite(float x) { return std::isfinite(x) ? x : 0.0f; }
 
@@ -46,8 +48,6 @@ inline Grid MakeGrid(float low, float high, float max_code) {
 inline uint32_t Code(float x, const Grid& grid, float max_code) {
   if (grid.constant) return 0;
   const float position = std::clamp((x - grid.zero) / grid.scale, 0.0f, max_code);
-  constexpr float kRound =
-      12582912.0f;  // 1.5 * 2^23: adding it leaves no fraction bits, rounded half to even
   return static_cast<uint32_t>((position + kRound) - kRound);
 }
 

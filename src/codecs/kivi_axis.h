@@ -62,7 +62,7 @@ constexpr KiviAxisLayout LayoutKiviAxis(uint32_t bits, uint32_t window, uint32_t
   return at;
 }
 
-static_assert(LayoutKiviAxis(2, 8, 128, 128).end == 8 * 132);
-static_assert(LayoutKiviAxis(4, 8, 128, 128).end == 8 * 196);
+static_assert(LayoutKiviAxis(2, 8, 128, 128).end == size_t{8} * 132);
+static_assert(LayoutKiviAxis(4, 8, 128, 128).end == size_t{8} * 196);
 
 }  // namespace qevict::codecs

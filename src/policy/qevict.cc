@@ -46,10 +46,11 @@ uint64_t PermilleOf(uint64_t bytes, uint64_t permille) {
   return bytes / 1000 * permille + bytes % 1000 * permille / 1000;
 }
 
+constexpr uint64_t kMaxBytes = uint64_t{1} << 60;
+
 /// Into a range where sums of three cannot overflow.
 int64_t Signed(uint64_t bytes, uint64_t at_least) {
-  constexpr uint64_t kMax = uint64_t{1} << 60;
-  return static_cast<int64_t>(std::clamp(bytes, at_least, kMax));
+  return static_cast<int64_t>(std::clamp(bytes, at_least, kMaxBytes));
 }
 
 /// Ranking by score, NaN last; ties go to `incumbent`, then to the older window.
