@@ -227,6 +227,11 @@ void KvCache::HeadBytes(uint32_t il, size_t head_bytes[3]) const {
   std::copy_n(impl_->layers[il].head_bytes, 3, head_bytes);
 }
 
+float KvCache::score(uint32_t il, WindowId window) const {
+  const UnitRecord* unit = impl_->FindUnit(impl_->windows[window].seq, il, window);
+  return unit ? unit->score : 0.0f;
+}
+
 void KvCache::AddMass(uint32_t il, std::span<const WindowId> ids, const float* mass,
                       size_t head_stride, uint32_t n_heads, uint32_t n_queries) {
   impl_->AddMass(il, ids, mass, head_stride, n_heads, n_queries);

@@ -1,0 +1,75 @@
+#include <gtest/gtest.h>
+
+#include "cache/test_support.h"
+
+namespace qevict {
+namespace {
+
+std::vector<LayerShape> SmallModel() { return {Shape(2, 64, 64), Shape(2, 64, 64), Shape(2, 64, 64)}; }
+
+uint64_t F16Bytes(const std::vector<LayerShape>& shapes, uint64_t tokens) {
+  uint64_t bytes = 0;
+  for (const LayerShape& s : shapes) bytes += 2 * s.n_kv_heads * (s.head_dim + s.head_dim_v);
+  return bytes * tokens;
+}
+
+TEST(BudgetTest, CreateRefusesABudgetBelowTheMinimumAndNamesBoth) {
+  Config config;
+  config.budget_bytes = 10000;
+  Engine e(config, SmallModel(), 1, 4096);
+  ASSERT_EQ(e.status.code(), StatusCode::kInvalidArgument);
+  const std::string minimum = std::to_string(MinimumBudgetBytes(config, SmallModel()));
+  EXPECT_NE(e.status.message().find("10000"), std::string::npos);
+  EXPECT_NE(e.status.message().find(minimum), std::string::npos);
+}
+
+TEST(BudgetTest, FullPrefillKeepsTheLimitFromTheFirstEventOn) {
+  Config config;
+  config.budget_fraction = 0.2;
+  Engine e(config, SmallModel(), 1, 7168);
+  ASSERT_TRUE(e.status.ok()) << e.status.message();
+  e.UseRope(TestRope(64));
+  const SeqId seq = e.NewSequence(0);
+  ASSERT_TRUE(e.Prompt(seq, 6000, 512).ok());
+  EXPECT_EQ(e.cache().Stats().budget_bytes, 0u);
+  EXPECT_EQ(e.cache().Stats().tokens.full, 6000u * 3);
+  const uint64_t budget = static_cast<uint64_t>(0.2 * 7168) * F16Bytes(SmallModel(), 1);
+  uint64_t lowest = UINT64_MAX;
+  for (int i = 0; i < 1000; ++i) {
+    const Status status = e.Decode(seq, 1);
+    ASSERT_TRUE(status.ok()) << status.message() << " at step " << i;
+    const CacheStats stats = e.cache().Stats();
+    ASSERT_LE(stats.bytes.total(), budget + F16Bytes(SmallModel(), 1)) << "step " << i;
+    lowest = std::min(lowest, stats.bytes.total());
+    if (i % 50 == 0) e.ExpectSound();
+  }
+  EXPECT_GT(lowest, budget * 85 / 100) << "the budget is hardly used";
+  EXPECT_EQ(e.n_due, 125u);
+  EXPECT_EQ(e.cache().Stats().events, 125u);
+}
+
+TEST(BudgetTest, BoundedPrefillNeverExceedsTheBudget) {
+  Config config;
+  config.budget_bytes = F16Bytes(SmallModel(), 7000) / 5;
+  Engine e(config, SmallModel(), 1, 7168);
+  ASSERT_TRUE(e.status.ok()) << e.status.message();
+  e.UseRope(TestRope(64));
+  const SeqId seq = e.NewSequence(0);
+  for (int chunk = 0; chunk < 12; ++chunk) {
+    const Status status = e.Prompt(seq, 500, 500);
+    ASSERT_TRUE(status.ok()) << status.message() << " at chunk " << chunk;
+    ASSERT_LE(e.cache().Stats().bytes.total(), config.budget_bytes);
+    e.ExpectSound("chunk");
+  }
+  for (int i = 0; i < 1000; ++i) {
+    const Status status = e.Decode(seq, 1);
+    ASSERT_TRUE(status.ok()) << status.message() << " at step " << i;
+    ASSERT_LE(e.cache().Stats().bytes.total(), config.budget_bytes);
+    if (i % 50 == 0) e.ExpectSound("decode");
+  }
+  EXPECT_GT(e.cache().Stats().bytes.total(), config.budget_bytes * 85 / 100);
+  EXPECT_LE(e.cache().Stats().peak_bytes, config.budget_bytes);
+}
+
+}  // namespace
+}  // namespace qevict
