@@ -1,6 +1,8 @@
 // Phases of RoPE pairs at any position from two tables: e^{i w p} = coarse[p >> 6] * fine[p & 63].
+// A kernel needs no memory per token: two complex products give a pair's rotation at any position.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -9,7 +11,7 @@
 namespace qevict::kernels {
 
 /// Built once per distinct RopeParams. Grow() must have covered every position before a kernel reads it; reading is
-/// thread-safe. Bytes: (max_pos/64 + 64) * n_dims * 4.
+/// thread-safe. Bytes: about (max_pos / 64 + 64) * n_dims * 4.
 class RopeTable {
  public:
   explicit RopeTable(const RopeParams& params);
@@ -18,19 +20,28 @@ class RopeTable {
   const RopeParams& params() const { return params_; }
   uint32_t n_pairs() const { return params_.n_dims / 2; }
   float magnitude() const { return magnitude_; }
+  int32_t max_pos() const { return max_pos_; }
   /// magnitude * cos and sin of every pair at `pos`: cos [n_pairs], sin [n_pairs].
   void Phases(int32_t pos, float* cos, float* sin) const;
-  /// cos and sin (no magnitude) of pair i at 0..7: [n_pairs][8]. In-window offsets of a sub-block of 8 tokens.
-  const float* step_cos() const { return step_cos_.data(); }
-  const float* step_sin() const { return step_sin_.data(); }
+  /// Rotation (no magnitude) by the offsets 0...7 in a sub-block, in the order of a kernel whose vectors hold `channels`
+  /// (1 or 2) pairs of 8 tokens: [n_pairs / channels][cos, sin][8 tokens][channels].
+  const float* steps(uint32_t channels) const { return steps_[channels - 1].data(); }
+  /// The same for tokens that share one position: cos = 1, sin = 0.
+  const float* zero_steps(uint32_t channels) const { return zero_steps_[channels - 1].data(); }
+  /// [block][cos, sin][stride], with the magnitude; block p covers 64 positions from 64 p.
+  const float* coarse() const { return coarse_.data(); }
+  /// [64][cos, sin][stride].
+  const float* fine() const { return fine_.data(); }
+  uint32_t stride() const { return stride_; }
   size_t bytes() const;
 
  private:
   RopeParams params_;
   float magnitude_ = 1.0f;
-  std::vector<double> omega_;
-  std::vector<float> coarse_, fine_;  // [block][2][n_pairs]
-  std::vector<float> step_cos_, step_sin_;
+  uint32_t stride_ = 0;        // n_pairs rounded up to 16, so that whole vectors can be read
+  std::vector<double> omega_;  // [n_pairs] radians per position
+  std::vector<float> coarse_, fine_;
+  std::vector<float> steps_[2], zero_steps_[2];
   int32_t max_pos_ = -1;
 };
 

@@ -1,0 +1,420 @@
+// Splitting of an attention call into tasks, and merging. Compiled for the lowest CPU: no numbers are crunched here.
+//
+// A task is (group, kv head, strip of blocks of query vectors), and when a call has fewer than kMinTasks of those, also a
+// chunk of windows. All sizes follow from the call alone, never from the number of threads, so results do not depend
+// on it. One strip merges its own blocks in order; chunks merge in a second pass, strips' window masses in a third.
+#include "kernels/attention.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "kernels/attention_internal.h"
+#include "kernels/rope_table.h"
+
+namespace qevict::kernels {
+namespace {
+
+using internal::BlockArgs;
+using internal::BlockState;
+using internal::HeadArgs;
+using internal::kTile;
+using internal::MergeArgs;
+using internal::PadLanes;
+using internal::Scratch;
+
+constexpr uint32_t kMinTasks = 32;        // below: split over windows
+constexpr uint32_t kMinChunkTokens = 512;
+constexpr uint32_t kPromptVectors = 96;   // query vectors of a block in the prompt form
+constexpr uint32_t kMaxStrips = 16;       // separately summed window masses per kv head
+constexpr size_t kBlockMassBytes = size_t{1} << 20;
+constexpr size_t kChunkMassBytes = size_t{16} << 20;
+
+constexpr uint32_t CeilDiv(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
+
+/// Hands out 64-byte aligned pieces; with a null base it only counts.
+class Carver {
+ public:
+  explicit Carver(uint8_t* base) : base_(base) {}
+  template <typename T>
+  T* Take(size_t n) {
+    T* p = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + used_);
+    used_ += (n * sizeof(T) + 63) / 64 * 64;
+    return p;
+  }
+  size_t used() const { return used_; }
+
+ private:
+  uint8_t* base_;
+  size_t used_ = 0;
+};
+
+/// How one group is split.
+struct GroupPlan {
+  uint32_t n_vec, n_windows, n_heads;
+  uint32_t block_vec, n_blocks;
+  uint32_t n_strips;  // each of consecutive blocks
+  uint32_t chunk_windows, n_chunks;
+  bool prompt, want_mass;
+  size_t first_task, first_merge;
+  BlockState* states;    // chunked: [head][block][chunk]
+  float* strip_mass;     // several strips: [head][strip][n_windows]
+};
+
+uint32_t StripBegin(const GroupPlan& p, uint32_t strip) {
+  return static_cast<uint32_t>(uint64_t{p.n_blocks} * strip / p.n_strips);
+}
+uint32_t BlockSize(const GroupPlan& p, uint32_t block) {
+  return std::min(p.block_vec, p.n_vec - block * p.block_vec);
+}
+uint32_t ChunkSize(const GroupPlan& p, uint32_t chunk) {
+  return std::min(p.chunk_windows, p.n_windows - chunk * p.chunk_windows);
+}
+
+GroupPlan PlanBlocks(const AttentionGroup& g) {
+  GroupPlan p{};
+  p.n_vec = g.n_rows * g.shape->n_gqa;
+  p.n_windows = static_cast<uint32_t>(g.windows.size());
+  p.n_heads = g.shape->n_kv_heads;
+  p.want_mass = g.mass != nullptr;
+  p.prompt = p.n_vec > internal::kDecodeVectors;
+  uint32_t limit = p.prompt ? kPromptVectors : internal::kDecodeVectors;
+  if (p.want_mass && p.prompt) {
+    const size_t fit = kBlockMassBytes / (sizeof(float) * std::max<size_t>(p.n_windows, 1));
+    limit = static_cast<uint32_t>(std::clamp<size_t>(fit, internal::kDecodeVectors, limit));
+  }
+  p.n_blocks = CeilDiv(p.n_vec, limit);
+  p.block_vec = p.n_blocks == 0 ? 0 : CeilDiv(p.n_vec, p.n_blocks);
+  p.n_blocks = p.n_vec == 0 ? 0 : CeilDiv(p.n_vec, p.block_vec);
+  p.n_strips = std::min(p.n_blocks, kMaxStrips);
+  p.chunk_windows = p.n_windows;
+  p.n_chunks = 1;
+  return p;
+}
+
+/// Splits the windows so that the call has about kMinTasks tasks.
+void PlanChunks(const AttentionGroup& g, size_t call_tasks, GroupPlan& p) {
+  if (call_tasks == 0 || call_tasks >= kMinTasks || p.n_blocks > kMaxStrips) return;
+  const size_t mass_bytes = size_t{p.n_vec} * p.n_heads * p.n_windows * sizeof(float);
+  if (p.want_mass && mass_bytes > kChunkMassBytes) return;
+  const uint32_t tile_windows = kTile / g.shape->window;
+  const uint32_t wanted = CeilDiv(p.n_windows, CeilDiv(kMinTasks, static_cast<uint32_t>(call_tasks)));
+  const uint32_t least = kMinChunkTokens / g.shape->window;
+  p.chunk_windows = CeilDiv(std::max(wanted, least), tile_windows) * tile_windows;
+  p.n_chunks = std::max(1u, CeilDiv(p.n_windows, p.chunk_windows));
+}
+
+/// Scratch for blocks of the plan's largest size.
+Scratch LayoutScratch(const AttentionGroup& g, const GroupPlan& p, Carver& carver) {
+  const AttentionShape& s = *g.shape;
+  const size_t n = p.block_vec, d = s.head_dim, sub = std::min(s.window, 8u), d_pad = PadLanes(s.head_dim) + 2 * internal::kPad;
+  const size_t tiles = PadLanes(CeilDiv(p.chunk_windows, kTile / s.window));
+  Scratch r{};
+  r.q = carver.Take<float>(n * d + internal::kPad);
+  r.scores = carver.Take<float>(n * kTile);
+  r.bits = carver.Take<uint64_t>(n);
+  r.coef = carver.Take<float>(8 * d_pad);
+  if (p.prompt) {
+    r.k_tile = carver.Take<float>(d * kTile);
+    r.v_tile = carver.Take<float>((size_t{s.head_dim_v} + 63) / 64 * 64 * kTile);
+  } else {
+    r.q_lanes = carver.Take<float>(n * (d * sub + internal::kPad));
+    r.q_pairs = carver.Take<float>(n * d + internal::kPad);
+    r.k_tile = carver.Take<float>(d * std::max(s.window, 8u) + internal::kPad);
+  }
+  if (p.want_mass) r.tile_max = carver.Take<float>(n * tiles);
+  return r;
+}
+
+BlockState LayoutState(const AttentionGroup& g, const GroupPlan& p, uint32_t n_vec, uint32_t n_win, Carver& carver) {
+  BlockState s{};
+  s.m = carver.Take<float>(n_vec);
+  s.l = carver.Take<float>(n_vec);
+  s.o = carver.Take<float>(size_t{n_vec} * PadLanes(g.shape->head_dim_v));
+  s.mass_stride = PadLanes(n_win);
+  if (p.want_mass) s.mass = carver.Take<float>(n_vec * s.mass_stride);
+  return s;
+}
+
+internal::RopeView ViewRope(const RopeTable* table) {
+  internal::RopeView v{};
+  if (table == nullptr || table->params().pairing == RopePairing::kNone || table->n_pairs() == 0) return v;
+  const uint32_t channels = internal::ActiveKeyChannels();
+  v.coarse = table->coarse();
+  v.fine = table->fine();
+  v.step = table->steps(channels);
+  v.step_zero = table->zero_steps(channels);
+  v.stride = table->stride();
+  v.n_pairs = table->n_pairs();
+  v.offset = table->params().offset;
+  v.halves = table->params().pairing == RopePairing::kHalves;
+  return v;
+}
+
+HeadArgs MakeHead(const AttentionGroup& g, uint32_t kv_head) {
+  const AttentionShape& s = *g.shape;
+  HeadArgs h{};
+  h.head_dim = s.head_dim;
+  h.head_dim_v = s.head_dim_v;
+  h.dv_pad = PadLanes(s.head_dim_v);
+  h.window = s.window;
+  h.tile_windows = kTile / s.window;
+  h.elem_k = s.elem_k;
+  h.elem_v = s.elem_v;
+  for (int i = 0; i < 3; ++i) h.head_offset[i] = kv_head * s.head_bytes[i];
+  h.scale = s.scale;
+  h.softcap = s.softcap;
+  h.rope = ViewRope(s.rope);
+  h.n_gqa = s.n_gqa;
+  h.first_head = kv_head * s.n_gqa;
+  h.q = g.q;
+  h.q_row_stride = g.q_row_stride;
+  h.q_head_stride = g.q_head_stride;
+  h.out = g.out;
+  h.out_row_stride = g.out_row_stride;
+  h.out_head_stride = g.out_head_stride;
+  h.slopes = s.slopes;
+  h.sinks = s.sinks;
+  h.windows = g.windows.data();
+  h.visible = g.visible;
+  h.visible_stride = g.visible_stride;
+  h.bias = g.bias;
+  h.bias_stride = g.bias_stride;
+  h.has_packed = std::any_of(g.windows.begin(), g.windows.end(),
+                             [](const WindowRef& w) { return w.format != WindowFormat::kFull; });
+  h.mass_first_row = g.mass_first_row;
+  return h;
+}
+
+/// One call of Attend.
+class Call {
+ public:
+  Call(std::span<const AttentionGroup> groups, ParallelFor& pool, Workspace& workspace)
+      : groups_(groups), pool_(pool), workspace_(workspace) {}
+
+  bool Run() {
+    Plan();
+    if (n_tasks_ == 0) return true;
+    Carver count(nullptr);
+    Lay(count);
+    uint8_t* memory = workspace_.Reserve(count.used());
+    if (memory == nullptr) return false;
+    Carver carver(memory);
+    Lay(carver);
+    pool_.For(n_tasks_, [this](size_t task, unsigned thread) { RunTask(task, thread); });
+    if (n_merges_ != 0) MergeChunks();
+    ReduceStrips();
+    return true;
+  }
+
+ private:
+  void Plan() {
+    call_tasks_ = 0;
+    for (const AttentionGroup& g : groups_) {
+      const GroupPlan p = PlanBlocks(g);
+      call_tasks_ += size_t{p.n_heads} * p.n_strips;
+    }
+    n_tasks_ = n_merges_ = 0;
+    for (const AttentionGroup& g : groups_) {
+      const GroupPlan p = PlanGroup(g);
+      n_tasks_ += Tasks(p);
+      n_merges_ += Merges(p);
+    }
+  }
+
+  GroupPlan PlanGroup(const AttentionGroup& g) const {
+    GroupPlan p = PlanBlocks(g);
+    PlanChunks(g, call_tasks_, p);
+    if (p.n_chunks > 1) p.n_strips = p.n_blocks;
+    return p;
+  }
+
+  static size_t Tasks(const GroupPlan& p) {
+    return size_t{p.n_heads} * (p.n_chunks > 1 ? p.n_blocks * p.n_chunks : p.n_strips);
+  }
+  static size_t Merges(const GroupPlan& p) { return p.n_chunks > 1 ? size_t{p.n_heads} * p.n_blocks : 0; }
+
+  /// Assigns memory: plans, states of chunks, masses of strips, scratch of threads.
+  void Lay(Carver& carver) {
+    plans_ = carver.Take<GroupPlan>(groups_.size());
+    size_t tasks = 0, merges = 0, scratch = 0;
+    for (size_t i = 0; i < groups_.size(); ++i) {
+      const AttentionGroup& g = groups_[i];
+      GroupPlan p = PlanGroup(g);
+      p.first_task = tasks;
+      p.first_merge = merges;
+      tasks += Tasks(p);
+      merges += Merges(p);
+      if (p.n_chunks > 1) LayChunks(g, p, carver);
+      if (p.want_mass && p.n_strips > 1) {
+        p.strip_mass = carver.Take<float>(size_t{p.n_heads} * p.n_strips * p.n_windows);
+      }
+      if (plans_ != nullptr) plans_[i] = p;
+      Carver one(nullptr);
+      LayoutThread(g, p, one);
+      scratch = std::max(scratch, one.used());
+    }
+    scratch_bytes_ = scratch;
+    scratch_ = carver.Take<uint8_t>(scratch * pool_.n_threads());
+  }
+
+  void LayChunks(const AttentionGroup& g, GroupPlan& p, Carver& carver) {
+    const size_t n = size_t{p.n_heads} * p.n_blocks * p.n_chunks;
+    p.states = carver.Take<BlockState>(n);
+    for (size_t i = 0; i < n; ++i) {
+      const uint32_t chunk = static_cast<uint32_t>(i % p.n_chunks);
+      const uint32_t block = static_cast<uint32_t>(i / p.n_chunks % p.n_blocks);
+      const BlockState state = LayoutState(g, p, BlockSize(p, block), ChunkSize(p, chunk), carver);
+      if (p.states != nullptr) p.states[i] = state;
+    }
+  }
+
+  struct Thread {
+    Scratch scratch;
+    BlockState state;
+    float* weights;
+  };
+  static Thread LayoutThread(const AttentionGroup& g, const GroupPlan& p, Carver& carver) {
+    Thread t{};
+    t.scratch = LayoutScratch(g, p, carver);
+    t.weights = carver.Take<float>(p.n_chunks);
+    if (p.n_chunks == 1) t.state = LayoutState(g, p, p.block_vec, p.n_windows, carver);
+    return t;
+  }
+  Thread ThreadMemory(size_t group, unsigned thread) const {
+    Carver carver(scratch_ + thread * scratch_bytes_);
+    return LayoutThread(groups_[group], plans_[group], carver);
+  }
+
+  size_t FindGroup(size_t index, size_t GroupPlan::*first) const {
+    size_t i = groups_.size() - 1;
+    while (plans_[i].*first > index) --i;
+    return i;
+  }
+
+  void RunTask(size_t task, unsigned thread) {
+    const size_t group = FindGroup(task, &GroupPlan::first_task);
+    const GroupPlan& p = plans_[group];
+    Thread memory = ThreadMemory(group, thread);
+    size_t index = task - p.first_task;
+    if (p.n_chunks > 1) {
+      const uint32_t chunk = static_cast<uint32_t>(index % p.n_chunks);
+      const uint32_t block = static_cast<uint32_t>(index / p.n_chunks % p.n_blocks);
+      const HeadArgs head = MakeHead(groups_[group], static_cast<uint32_t>(index / p.n_chunks / p.n_blocks));
+      AttendBlock(p, head, block, chunk, p.states[index], memory.scratch);
+      return;
+    }
+    const uint32_t strip = static_cast<uint32_t>(index % p.n_strips), kv_head = static_cast<uint32_t>(index / p.n_strips);
+    const HeadArgs head = MakeHead(groups_[group], kv_head);
+    float* mass = MassTarget(group, kv_head, strip);
+    for (uint32_t b = StripBegin(p, strip); b < StripBegin(p, strip + 1); ++b) {
+      AttendBlock(p, head, b, 0, memory.state, memory.scratch);
+      MergeBlock(p, head, b, &memory.state, mass, memory.weights);
+    }
+  }
+
+  /// The caller's array, or (cleared) the strip's own.
+  float* MassTarget(size_t group, uint32_t kv_head, uint32_t strip) const {
+    const AttentionGroup& g = groups_[group];
+    const GroupPlan& p = plans_[group];
+    if (!p.want_mass) return nullptr;
+    if (p.n_strips == 1) return g.mass + kv_head * g.mass_head_stride;
+    float* mass = p.strip_mass + (size_t{kv_head} * p.n_strips + strip) * p.n_windows;
+    std::fill_n(mass, p.n_windows, 0.0f);
+    return mass;
+  }
+
+  void AttendBlock(const GroupPlan& p, const HeadArgs& head, uint32_t block, uint32_t chunk, const BlockState& state,
+                   const Scratch& scratch) const {
+    BlockArgs a{};
+    a.head = &head;
+    a.vec_begin = block * p.block_vec;
+    a.n_vec = BlockSize(p, block);
+    a.win_begin = chunk * p.chunk_windows;
+    a.n_win = ChunkSize(p, chunk);
+    a.state = state;
+    a.scratch = scratch;
+    a.tile_max_stride = PadLanes(CeilDiv(p.chunk_windows, head.tile_windows));
+    a.prompt = p.prompt;
+    internal::ActiveTable().attend(a);
+  }
+
+  void MergeBlock(const GroupPlan& p, const HeadArgs& head, uint32_t block, const BlockState* parts, float* mass,
+                  float* weights) const {
+    MergeArgs a{};
+    a.head = &head;
+    a.vec_begin = block * p.block_vec;
+    a.n_vec = BlockSize(p, block);
+    a.parts = parts;
+    a.n_parts = p.n_chunks;
+    a.part_windows = p.chunk_windows;
+    a.n_windows = p.n_windows;
+    a.mass = mass;
+    a.weights = weights;
+    internal::ActiveTable().merge(a);
+  }
+
+  void MergeChunks() {
+    pool_.For(n_merges_, [this](size_t index, unsigned thread) {
+      size_t group = FindGroup(index, &GroupPlan::first_merge);
+      while (plans_[group].n_chunks == 1) --group;  // groups without merges share their successor's first index
+      const GroupPlan& p = plans_[group];
+      const size_t local = index - p.first_merge;
+      const uint32_t block = static_cast<uint32_t>(local % p.n_blocks), kv_head = static_cast<uint32_t>(local / p.n_blocks);
+      const HeadArgs head = MakeHead(groups_[group], kv_head);
+      const Thread memory = ThreadMemory(group, thread);
+      MergeBlock(p, head, block, p.states + local * p.n_chunks, MassTarget(group, kv_head, block), memory.weights);
+    });
+  }
+
+  void ReduceStrips() {
+    for (size_t i = 0; i < groups_.size(); ++i) {
+      const GroupPlan& p = plans_[i];
+      if (!p.want_mass || p.n_strips <= 1) continue;
+      for (uint32_t kv_head = 0; kv_head < p.n_heads; ++kv_head) {
+        float* mass = groups_[i].mass + kv_head * groups_[i].mass_head_stride;
+        const float* strips = p.strip_mass + size_t{kv_head} * p.n_strips * p.n_windows;
+        for (uint32_t s = 0; s < p.n_strips; ++s, strips += p.n_windows) {
+          for (uint32_t w = 0; w < p.n_windows; ++w) mass[w] += strips[w];
+        }
+      }
+    }
+  }
+
+  std::span<const AttentionGroup> groups_;
+  ParallelFor& pool_;
+  Workspace& workspace_;
+  size_t call_tasks_ = 0, n_tasks_ = 0, n_merges_ = 0;
+  GroupPlan* plans_ = nullptr;
+  uint8_t* scratch_ = nullptr;
+  size_t scratch_bytes_ = 0;
+};
+
+}  // namespace
+
+size_t FullHeadBytes(uint32_t window, uint32_t head_dim, uint32_t head_dim_v) {
+  return size_t{window} * (size_t{head_dim} + head_dim_v) * 2;
+}
+
+size_t PackedHeadBytes(uint32_t bits, uint32_t window, uint32_t head_dim, uint32_t head_dim_v) {
+  const size_t codes = size_t{window} * (size_t{head_dim} + head_dim_v) * bits / 8;
+  return codes + (size_t{head_dim} + window) * 2 * sizeof(uint16_t);
+}
+
+Workspace::~Workspace() { std::free(data_); }
+
+uint8_t* Workspace::Reserve(size_t n) {
+  if (n <= bytes_) return data_;
+  const size_t rounded = (n + n / 4 + 63) / 64 * 64;
+  uint8_t* data = static_cast<uint8_t*>(std::aligned_alloc(64, rounded));
+  if (data == nullptr) return nullptr;
+  std::free(data_);
+  data_ = data;
+  bytes_ = rounded;
+  return data_;
+}
+
+bool Attend(std::span<const AttentionGroup> groups, ParallelFor& pool, Workspace& workspace) {
+  return Call(groups, pool, workspace).Run();
+}
+
+}  // namespace qevict::kernels

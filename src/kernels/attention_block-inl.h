@@ -1,0 +1,380 @@
+// The two entry points of an ISA: attention of a block of query vectors over a chunk of windows, and the merge of chunks.
+// Included by attention_<isa>.cc.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/attention_prompt-inl.h"
+#include "kernels/attention_softmax-inl.h"
+
+namespace qevict::kernels::internal {
+
+template <class S>
+class Block {
+ public:
+  explicit Block(const BlockArgs& args) : a_(args), h_(*args.head), s_(args.scratch) {}
+
+  void Run() {
+    PrepareQueries();
+    Clear();
+    const uint32_t step = h_.tile_windows;
+    for (uint32_t first = 0, tile = 0; first < a_.n_win; first += step, ++tile) {
+      const uint32_t left = a_.n_win - first;
+      RunTile(first, left < step ? left : step, tile);
+    }
+    if (a_.state.mass != nullptr) RescaleMasses();
+  }
+
+ private:
+  using V = typename S::V;
+
+  uint32_t Row(uint32_t m) const { return (a_.vec_begin + m) / h_.n_gqa; }
+  uint32_t Head(uint32_t m) const { return h_.first_head + (a_.vec_begin + m) % h_.n_gqa; }
+  bool Counts(uint32_t m) const { return a_.state.mass != nullptr && Row(m) >= h_.mass_first_row; }
+  const WindowRef& Window(uint32_t i) const { return h_.windows[a_.win_begin + i]; }
+
+  void PrepareQueries() {
+    const uint32_t d = h_.head_dim;
+    for (uint32_t m = 0; m < a_.n_vec; ++m) {
+      const float* src = h_.q + Row(m) * h_.q_row_stride + Head(m) * h_.q_head_stride;
+      float* q = s_.q + static_cast<size_t>(m) * d;
+      for (uint32_t c = 0; c < d; ++c) q[c] = src[c] * h_.scale;
+      if (a_.prompt) continue;
+      ExpandQuery(q, m);
+      if (h_.has_packed) PairQuery(q, m);
+    }
+  }
+
+  /// Each channel S times: lanes of full keys.
+  void ExpandQuery(const float* q, uint32_t m) {
+    const uint32_t d = h_.head_dim, sub = h_.window < 8 ? h_.window : 8;
+    float* dst = s_.q_lanes + static_cast<size_t>(m) * (d * sub + kPad);
+    for (uint32_t c = 0; c < d; ++c) {
+      for (uint32_t t = 0; t < sub; ++t) dst[c * sub + t] = q[c];
+    }
+    for (uint32_t t = 0; t < kPad; ++t) dst[d * sub + t] = 0.0f;
+  }
+
+  /// First channels of the rotary pairs, then second channels.
+  void PairQuery(const float* q, uint32_t m) {
+    const RopeView& rope = h_.rope;
+    float* dst = s_.q_pairs + static_cast<size_t>(m) * h_.head_dim;
+    if (rope.coarse == nullptr) return;
+    for (uint32_t j = 0; j < rope.n_pairs; ++j) {
+      const uint32_t c = rope.offset + (rope.halves ? j : 2 * j);
+      dst[j] = q[c];
+      dst[rope.n_pairs + j] = q[c + (rope.halves ? rope.n_pairs : 1)];
+    }
+  }
+
+  void Clear() {
+    for (uint32_t m = 0; m < a_.n_vec; ++m) a_.state.m[m] = kMinusInf, a_.state.l[m] = 0.0f;
+    __builtin_memset(a_.state.o, 0, sizeof(float) * a_.n_vec * h_.dv_pad);
+  }
+
+  /// Visible tokens of each query vector; returns the union, and in `same` whether all are equal.
+  uint64_t GatherBits(uint32_t first, uint32_t n_win, bool& same) {
+    const uint32_t window_bits = h_.window >= 32 ? ~0u : (1u << h_.window) - 1;
+    uint64_t all = 0, common = ~uint64_t{0};
+    uint32_t last_row = ~0u;
+    uint64_t bits = 0;
+    for (uint32_t m = 0; m < a_.n_vec; ++m) {
+      const uint32_t row = Row(m);
+      if (row != last_row) {
+        const uint32_t* visible = h_.visible + row * h_.visible_stride + a_.win_begin + first;
+        bits = 0;
+        for (uint32_t i = 0; i < n_win; ++i) bits |= static_cast<uint64_t>(visible[i] & window_bits) << (i * h_.window);
+        all |= bits;
+        common &= bits;
+        last_row = row;
+      }
+      s_.bits[m] = bits;
+    }
+    same = all == common;
+    return all;
+  }
+
+  uint32_t WindowBits(uint64_t bits, uint32_t i) const {
+    const uint64_t shifted = bits >> (i * h_.window);
+    return static_cast<uint32_t>(h_.window >= 32 ? shifted : shifted & ((uint64_t{1} << h_.window) - 1));
+  }
+
+  void RunTile(uint32_t first, uint32_t n_win, uint32_t tile) {
+    bool same = false;
+    const uint64_t seen = GatherBits(first, n_win, same);
+    if (seen == 0) {
+      SkipMasses(first, n_win, tile);
+      return;
+    }
+    if (a_.prompt) {
+      for (uint32_t i = 0; i < n_win; ++i) {
+        if (WindowBits(seen, i) != 0) DecodeKeys<S>(h_, Window(first + i), s_.coef, s_.k_tile + i * h_.window);
+      }
+      Gemm<S, false>(s_.q, h_.head_dim, s_.k_tile, kTile, s_.scores, kTile, a_.n_vec, kTile, h_.head_dim);
+    } else {
+      ScoreTile(first, n_win, seen);
+    }
+    Softmax(first, n_win, tile);
+    if (a_.prompt) {
+      AddTile(first, n_win, seen, same);
+    } else {
+      AddRuns(first, n_win);
+    }
+  }
+
+  void SkipMasses(uint32_t first, uint32_t n_win, uint32_t tile) {
+    if (a_.state.mass == nullptr) return;
+    for (uint32_t m = 0; m < a_.n_vec; ++m) ZeroMasses(m, first, n_win, tile);
+  }
+
+  void ZeroMasses(uint32_t m, uint32_t first, uint32_t n_win, uint32_t tile) {
+    float* mass = a_.state.mass + m * a_.state.mass_stride + first;
+    for (uint32_t i = 0; i < n_win; ++i) mass[i] = 0.0f;
+    s_.tile_max[m * a_.tile_max_stride + tile] = a_.state.m[m];
+  }
+
+  // Decode form.
+
+  void ScoreTile(uint32_t first, uint32_t n_win, uint64_t seen) {
+    if (h_.elem_k == Elem::kF16) {
+      ScoreFull<F16<S>>(first, n_win, seen);
+    } else {
+      ScoreFull<BF16<S>>(first, n_win, seen);
+    }
+    if (!h_.has_packed) return;
+    for (uint32_t i = 0; i < n_win; ++i) {
+      const WindowRef& w = Window(first + i);
+      if (w.format == WindowFormat::kFull || WindowBits(seen, i) == 0) continue;
+      if (PackedInRegisters<S>(h_, Rotates(h_, w))) {
+        ScorePackedWindow(w, i * h_.window);
+      } else {
+        ScoreDecodedWindow(w, i * h_.window);
+      }
+    }
+  }
+
+  /// Calls f(first vector of the register block, Int<size>) for blocks of nearly equal size.
+  template <class F>
+  void ForBlocks(uint32_t begin, uint32_t end, F&& f) {
+    for (uint32_t m = begin; m < end;) {
+      const uint32_t left = end - m, blocks = (left + kMaxBlock - 1) / kMaxBlock, n = (left + blocks - 1) / blocks;
+      WithBlock(n, [&](auto block) { f(m, block); });
+      m += n;
+    }
+  }
+
+  template <class E>
+  void ScoreBlocks(const KeyBlock<typename E::T>* blocks, uint32_t n) {
+    const uint32_t sub = h_.window < 8 ? h_.window : 8;
+    const size_t stride = static_cast<size_t>(h_.head_dim) * sub + kPad;
+    ForBlocks(0, a_.n_vec, [&](uint32_t m, auto block) {
+      ScoreFullBlocks<S, E, decltype(block)::value>(blocks, n, s_.q_lanes + m * stride, stride, h_.head_dim, sub,
+                                                    s_.scores + m * kTile);
+    });
+  }
+
+  template <class E>
+  void ScoreFull(uint32_t first, uint32_t n_win, uint64_t seen) {
+    KeyBlock<uint16_t> blocks[kTile];
+    uint32_t n = 0;
+    const uint32_t sub = h_.window < 8 ? h_.window : 8;
+    for (uint32_t i = 0; i < n_win; ++i) {
+      const WindowRef& w = Window(first + i);
+      if (w.format != WindowFormat::kFull || WindowBits(seen, i) == 0) continue;
+      const uint16_t* keys = reinterpret_cast<const uint16_t*>(w.data + h_.head_offset[0]);
+      for (uint32_t t = 0; t < h_.window; t += sub) blocks[n++] = {keys + t * h_.head_dim, i * h_.window + t};
+    }
+    if (n != 0) ScoreBlocks<E>(blocks, n);
+  }
+
+  void ScorePackedWindow(const WindowRef& w, uint32_t column) {
+    const bool rotate = Rotates(h_, w);
+    const uint32_t d = h_.head_dim;
+    ForPackedBlocks<S>(h_, w, rotate, s_.coef, [&](uint32_t sub, const PackedKeys& keys) {
+      ForBlocks(0, a_.n_vec, [&](uint32_t m, auto block) {
+        constexpr int kM = decltype(block)::value;
+        float* scores = s_.scores + m * kTile + column + 8 * sub;
+        if (w.format == WindowFormat::kPacked2) {
+          ScorePacked<S, 2, kM>(keys, h_, rotate, s_.q + m * d, s_.q_pairs + m * d, scores);
+        } else {
+          ScorePacked<S, 4, kM>(keys, h_, rotate, s_.q + m * d, s_.q_pairs + m * d, scores);
+        }
+      });
+    });
+  }
+
+  void ScoreDecodedWindow(const WindowRef& w, uint32_t column) {
+    const uint32_t sub = h_.window < 8 ? h_.window : 8;
+    const size_t block_floats = static_cast<size_t>(h_.head_dim) * sub;
+    DecodeKeysAnyShape<S>(h_, w, s_.coef, s_.k_tile, sub, block_floats);
+    KeyBlock<float> blocks[4];
+    for (uint32_t i = 0; i < h_.window / sub; ++i) blocks[i] = {s_.k_tile + i * block_floats, column + i * sub};
+    ScoreBlocks<F32<S>>(blocks, h_.window / sub);
+  }
+
+  /// Runs of query vectors that see the same tokens share their value loads; nobody multiplies a token it does not see.
+  void AddRuns(uint32_t first, uint32_t n_win) {
+    for (uint32_t begin = 0; begin < a_.n_vec;) {
+      uint32_t end = begin + 1;
+      while (end < a_.n_vec && s_.bits[end] == s_.bits[begin]) ++end;
+      if (s_.bits[begin] != 0) {
+        ForFormats(first, n_win, s_.bits[begin], [&](WindowFormat format, const TokenList& list) {
+          for (uint32_t m = begin; m < end;) {
+            const uint32_t left = end - m, parts = (left + kMaxBlock - 1) / kMaxBlock, n = (left + parts - 1) / parts;
+            AddListed<S>(h_, format, list, n, s_.scores + m * kTile, a_.state.o + static_cast<size_t>(m) * h_.dv_pad);
+            m += n;
+          }
+        });
+      }
+      begin = end;
+    }
+  }
+
+  /// Lists the tokens in `bits` in order, and calls f(format, list) for each run of windows of one format.
+  template <class F>
+  void ForFormats(uint32_t first, uint32_t n_win, uint64_t bits, F&& f) {
+    TokenList list;
+    WindowFormat format = Window(first).format;
+    for (uint32_t i = 0; i < n_win; ++i) {
+      const WindowRef& w = Window(first + i);
+      if (w.format != format) {
+        f(format, list);
+        list.n = 0;
+        format = w.format;
+      }
+      const uint32_t window_bits = WindowBits(bits, i);
+      if (window_bits != 0) ListTokens<S>(h_, w, i * h_.window, window_bits, list);
+    }
+    f(format, list);
+  }
+
+  // Both forms.
+
+  void Softmax(uint32_t first, uint32_t n_win, uint32_t tile) {
+    float tail[kTile];
+    for (uint32_t m = 0; m < a_.n_vec; ++m) {
+      float* scores = s_.scores + m * kTile;
+      if (s_.bits[m] == 0) {
+        for (uint32_t i = 0; i < kTile; i += S::kLanes) S::Store(scores + i, S::Zero());
+        if (a_.state.mass != nullptr) ZeroMasses(m, first, n_win, tile);
+        continue;
+      }
+      const LogitArgs logit{h_.softcap, TileBias(m, first, n_win, tail), h_.slopes != nullptr ? h_.slopes[Head(m)] : 1.0f};
+      const float factor = SoftmaxTile<S>(scores, s_.bits[m], logit, a_.state.m[m], a_.state.l[m]);
+      if (factor != 1.0f) Rescale(a_.state.o + static_cast<size_t>(m) * h_.dv_pad, factor);
+      if (a_.state.mass == nullptr) continue;
+      if (Counts(m)) {
+        WindowSums<S>(scores, h_.window, n_win, a_.state.mass + m * a_.state.mass_stride + first);
+        s_.tile_max[m * a_.tile_max_stride + tile] = a_.state.m[m];
+      } else {
+        ZeroMasses(m, first, n_win, tile);
+      }
+    }
+  }
+
+  /// Bias of the tile's tokens; the last tile is copied, since the array ends with its last window.
+  const float* TileBias(uint32_t m, uint32_t first, uint32_t n_win, float* tail) const {
+    if (h_.bias == nullptr) return nullptr;
+    const float* bias = h_.bias + Row(m) * h_.bias_stride + static_cast<size_t>(a_.win_begin + first) * h_.window;
+    if (n_win == h_.tile_windows) return bias;
+    for (uint32_t i = 0; i < kTile; ++i) tail[i] = i < n_win * h_.window ? bias[i] : 0.0f;
+    return tail;
+  }
+
+  void Rescale(float* o, float factor) {
+    const V f = S::Set1(factor);
+    for (uint32_t j = 0; j < h_.dv_pad; j += S::kLanes) S::Store(o + j, S::Mul(S::Load(o + j), f));
+  }
+
+  void AddTile(uint32_t first, uint32_t n_win, uint64_t seen, bool same) {
+    const uint32_t dv_pad = h_.dv_pad;
+    ForFormats(first, n_win, seen,
+               [&](WindowFormat format, const TokenList& list) { WidenListed<S>(h_, format, list, s_.v_tile); });
+    ClearUnseenValues<S>(seen, dv_pad, s_.v_tile);
+    if (!same && !AllFinite<S>(s_.v_tile, dv_pad)) {
+      AddVisibleOnly<S>(s_.scores, s_.bits, a_.n_vec, dv_pad, s_.v_tile, a_.state.o);
+      return;
+    }
+    for (uint32_t j = 0; j < dv_pad; j += kPanel) {
+      const uint32_t width = dv_pad - j < kPanel ? dv_pad - j : kPanel;
+      Gemm<S, true>(s_.scores, kTile, ValueCell(s_.v_tile, 0, j), kPanel, a_.state.o + j, dv_pad, a_.n_vec, width, kTile);
+    }
+  }
+
+  /// Brings all masses to the final maximum.
+  void RescaleMasses() {
+    for (uint32_t m = 0; m < a_.n_vec; ++m) {
+      if (!Counts(m) || a_.state.m[m] == kMinusInf) continue;
+      const V now = S::Set1(a_.state.m[m]);
+      float* factors = s_.tile_max + m * a_.tile_max_stride;
+      for (uint32_t i = 0; i * h_.tile_windows < a_.n_win; i += S::kLanes) {
+        S::Store(factors + i, Exp<S>(S::Sub(S::Load(factors + i), now)));
+      }
+      float* mass = a_.state.mass + m * a_.state.mass_stride;
+      for (uint32_t i = 0, tile = 0; i < a_.n_win; i += h_.tile_windows, ++tile) {
+        if (factors[tile] == 1.0f) continue;
+        const uint32_t end = a_.n_win - i < h_.tile_windows ? a_.n_win : i + h_.tile_windows;
+        for (uint32_t w = i; w < end; ++w) mass[w] *= factors[tile];
+      }
+    }
+  }
+
+  const BlockArgs& a_;
+  const HeadArgs& h_;
+  const Scratch& s_;
+};
+
+template <class S>
+void AttendBlock(const BlockArgs& args) {
+  Block<S>(args).Run();
+}
+
+template <class S>
+void MergeBlock(const MergeArgs& a) {
+  using V = typename S::V;
+  const HeadArgs& h = *a.head;
+  for (uint32_t i = 0; i < a.n_vec; ++i) {
+    const uint32_t row = (a.vec_begin + i) / h.n_gqa, head = h.first_head + (a.vec_begin + i) % h.n_gqa;
+    float max = h.sinks != nullptr ? h.sinks[head] : kMinusInf;
+    for (uint32_t p = 0; p < a.n_parts; ++p) max = a.parts[p].m[i] > max ? a.parts[p].m[i] : max;
+    float sum = h.sinks != nullptr && max != kMinusInf ? ExpScalar<S>(h.sinks[head] - max) : 0.0f;
+    for (uint32_t p = 0; p < a.n_parts; ++p) {
+      const float m = a.parts[p].m[i];
+      a.weights[p] = m == kMinusInf ? 0.0f : ExpScalar<S>(m - max);
+      sum += a.weights[p] * a.parts[p].l[i];
+    }
+    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+    for (uint32_t p = 0; p < a.n_parts; ++p) a.weights[p] *= inverse;
+
+    float* out = h.out + row * h.out_row_stride + head * h.out_head_stride;
+    for (uint32_t j = 0; j < h.dv_pad; j += S::kLanes) {
+      V x = S::Zero();
+      for (uint32_t p = 0; p < a.n_parts; ++p) {
+        if (a.weights[p] == 0.0f) continue;
+        x = S::Fma(S::Load(a.parts[p].o + static_cast<size_t>(i) * h.dv_pad + j), S::Set1(a.weights[p]), x);
+      }
+      if (j + S::kLanes <= h.head_dim_v) {
+        S::Store(out + j, x);
+      } else {
+        alignas(64) float tail[S::kLanes];
+        S::Store(tail, x);
+        for (uint32_t c = j; c < h.head_dim_v; ++c) out[c] = tail[c - j];
+      }
+    }
+    if (a.mass == nullptr || row < h.mass_first_row) continue;
+    for (uint32_t p = 0; p < a.n_parts; ++p) {
+      if (a.weights[p] == 0.0f) continue;
+      const uint32_t begin = p * a.part_windows, left = a.n_windows - begin;
+      const uint32_t n = left < a.part_windows ? left : a.part_windows;
+      const float* mass = a.parts[p].mass + i * a.parts[p].mass_stride;
+      const V w = S::Set1(a.weights[p]);
+      uint32_t k = 0;
+      for (; k + S::kLanes <= n; k += S::kLanes) {
+        S::Store(a.mass + begin + k, S::Fma(S::Load(mass + k), w, S::Load(a.mass + begin + k)));
+      }
+      for (; k < n; ++k) a.mass[begin + k] += mass[k] * a.weights[p];
+    }
+  }
+}
+
+}  // namespace qevict::kernels::internal

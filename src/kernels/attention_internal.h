@@ -1,0 +1,125 @@
+// Contract between the planner (attention.cc, compiled for the lowest CPU) and the per-ISA kernels. Plain structs and
+// pointers only: an ISA unit must not emit inline functions of shared headers, or the linker could pick its copy.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/attention.h"
+
+namespace qevict::kernels::internal {
+
+/// Tokens that one softmax step covers. A multiple of every window length.
+inline constexpr uint32_t kTile = 64;
+/// Query vectors up to which the decode form (keys read in place per register block) is used.
+inline constexpr uint32_t kDecodeVectors = 16;
+/// Register block of the decode form.
+inline constexpr uint32_t kMaxBlock = 8;
+/// Row lengths in scratch are multiples of this, so that whole vectors of any ISA can be stored.
+inline constexpr uint32_t kPad = 16;
+
+constexpr uint32_t PadLanes(uint32_t n) { return (n + kPad - 1) / kPad * kPad; }
+
+/// RopeTable without its class. Null `coarse`: keys are not rotated.
+struct RopeView {
+  const float* coarse;     ///< [block][2][stride], magnitude included
+  const float* fine;       ///< [64][2][stride]
+  const float* step;       ///< [n_pairs / channels per vector][2 (cos, sin)][lanes], for the kernel's lane order
+  const float* step_zero;  ///< the same for a step of 0
+  uint32_t stride;
+  uint32_t n_pairs;
+  uint32_t offset;
+  bool halves;
+};
+
+/// Everything that is common to the query vectors of one kv head of one group. A query vector is (row, query head of
+/// the kv head); vector v is row v / n_gqa, head first_head + v % n_gqa.
+struct HeadArgs {
+  uint32_t head_dim, head_dim_v;
+  uint32_t dv_pad;         ///< head_dim_v rounded up to kPad: length of an output row in scratch
+  uint32_t window;         ///< W
+  uint32_t tile_windows;   ///< kTile / W
+  Elem elem_k, elem_v;
+  size_t head_offset[3];   ///< of this kv head's block from WindowRef::data, per format
+  float scale, softcap;
+  RopeView rope;
+  uint32_t n_gqa, first_head;
+  const float* q;
+  size_t q_row_stride, q_head_stride;
+  float* out;
+  size_t out_row_stride, out_head_stride;
+  const float* slopes;
+  const float* sinks;
+  const WindowRef* windows;
+  const uint32_t* visible;
+  size_t visible_stride;
+  const float* bias;
+  size_t bias_stride;
+  bool has_packed;  ///< packed windows occur in the list
+  bool want_mass;
+  uint32_t mass_first_row;
+};
+
+/// State of a block of query vectors over a chunk of windows. All arrays in scratch or workspace.
+struct BlockState {
+  float* m;     ///< [n_vec] running maximum, -inf if nothing was seen
+  float* l;     ///< [n_vec] sum of exponentials
+  float* o;     ///< [n_vec][dv_pad] unnormalised output
+  float* mass;  ///< [n_vec][mass_stride] sum of exponentials per window relative to m, or null
+  size_t mass_stride;
+};
+
+/// Memory of one thread. Sizes in LayoutScratch (attention.cc).
+struct Scratch {
+  float* q;         ///< [n_vec][head_dim] scaled queries
+  float* q_lanes;   ///< decode: [n_vec][head_dim * S] each channel repeated S times, for full windows
+  float* q_pairs;   ///< decode: [n_vec][head_dim] rotary pairs' first channels, second channels, the rest; packed windows
+  float* scores;    ///< [n_vec][kTile]
+  float* k_tile;    ///< prompt: [head_dim][kTile] f32 keys; decode: [head_dim][max(W, 8)] of one window
+  float* v_tile;    ///< prompt: panels of [kTile][64] f32 values
+  float* coef;      ///< packed keys: grids and rotation coefficients
+  float* tile_max;  ///< [n_vec][tiles of the chunk] running maximum that a tile's masses were taken at
+  uint64_t* bits;   ///< [n_vec] visible tokens of the tile
+};
+
+struct BlockArgs {
+  const HeadArgs* head;
+  uint32_t vec_begin, n_vec;
+  uint32_t win_begin, n_win;
+  BlockState state;
+  Scratch scratch;
+  uint32_t tile_max_stride;
+  bool prompt;  ///< prompt form, else decode form
+};
+
+/// Joins the chunks of one block, writes the normalised output and adds the window masses.
+struct MergeArgs {
+  const HeadArgs* head;
+  uint32_t vec_begin, n_vec;
+  const BlockState* parts;  ///< [n_parts], part i covers windows [i * part_windows, ...)
+  uint32_t n_parts, part_windows, n_windows;
+  float* mass;     ///< [n_windows], added to, or null
+  float* weights;  ///< [n_parts] scratch
+};
+
+struct KernelTable {
+  void (*attend)(const BlockArgs&);
+  void (*merge)(const MergeArgs&);
+};
+
+extern const KernelTable kScalarTable;
+#ifdef QEVICT_HAVE_AVX2
+extern const KernelTable kAvx2Table;
+#endif
+#ifdef QEVICT_HAVE_AVX512
+extern const KernelTable kAvx512Table;
+#endif
+#ifdef QEVICT_HAVE_NEON
+extern const KernelTable kNeonTable;
+#endif
+
+/// Kernels of the active ISA, and the channels per vector of its packed key order (SimdX::kChannels).
+const KernelTable& ActiveTable();
+uint32_t ActiveKeyChannels();
+
+}  // namespace qevict::kernels::internal

@@ -1,0 +1,251 @@
+#include "kernels/attention_test_util.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <sstream>
+
+#include "base/half.h"
+
+namespace qevict::kernels {
+namespace {
+
+constexpr double kEpsilon = 0x1p-24;
+
+void Write16(std::vector<uint8_t>& block, size_t offset, uint16_t value) { std::memcpy(&block[offset], &value, 2); }
+
+}  // namespace
+
+std::vector<Isa> AllIsas() {
+  std::vector<Isa> isas;
+  for (Isa isa : {Isa::kScalar, Isa::kAvx2, Isa::kAvx512, Isa::kNeon}) {
+    if (IsaSupported(isa)) isas.push_back(isa);
+  }
+  return isas;
+}
+
+std::string ProblemParams::Name() const {
+  std::ostringstream s;
+  s << "heads " << n_kv_heads << "x" << n_gqa << " D " << head_dim << "/" << head_dim_v << " W " << window << " rows " << n_rows
+    << " windows " << n_windows << " elem " << int(elem_k) << int(elem_v) << " formats " << int(formats) << " mask "
+    << int(mask) << " rope " << use_rope << " pairing " << int(rope.pairing) << " dims " << rope.n_dims << "+" << rope.offset
+    << " pos " << first_pos << " shared " << shared_positions << " softcap " << softcap << " bias " << bias << " slopes "
+    << slopes << " sinks " << sinks << " blind " << blind_row << " first " << mass_first_row << " gap " << head_gap
+    << " seed " << seed;
+  return s.str();
+}
+
+Problem::Problem(const ProblemParams& params) : params_(params), rng_(params.seed), group_() {
+  const ProblemParams& p = params_;
+  const uint32_t n_heads = p.n_kv_heads * p.n_gqa;
+  rope_ = std::make_unique<RopeTable>(p.rope);
+  const int64_t last = int64_t{p.first_pos} + int64_t{p.n_windows} * p.window + 64;
+  rope_->Grow(static_cast<int32_t>(std::max(std::abs(int64_t{p.first_pos}), std::abs(last))));
+  shape_.n_kv_heads = p.n_kv_heads;
+  shape_.n_gqa = p.n_gqa;
+  shape_.head_dim = p.head_dim;
+  shape_.head_dim_v = p.head_dim_v;
+  shape_.window = p.window;
+  shape_.elem_k = p.elem_k;
+  shape_.elem_v = p.elem_v;
+  shape_.head_bytes[0] = FullHeadBytes(p.window, p.head_dim, p.head_dim_v) + p.head_gap;
+  shape_.head_bytes[1] = PackedHeadBytes(2, p.window, p.head_dim, p.head_dim_v) + p.head_gap;
+  shape_.head_bytes[2] = PackedHeadBytes(4, p.window, p.head_dim, p.head_dim_v) + p.head_gap;
+  shape_.scale = 1.0f / std::sqrt(static_cast<float>(p.head_dim));
+  shape_.softcap = p.softcap;
+  for (uint32_t h = 0; h < n_heads; ++h) {
+    slopes_.push_back(std::exp2(-0.5f * static_cast<float>(h % 16 + 1)));
+    sinks_.push_back(Normal() * 2.0f);
+  }
+  if (p.slopes) shape_.slopes = slopes_.data();
+  if (p.sinks) shape_.sinks = sinks_.data();
+  if (p.use_rope) shape_.rope = rope_.get();
+
+  MakeMask();
+  MakeWindows();
+  // Strides are wider than the data, and what lies between is NaN.
+  group_.shape = &shape_;
+  group_.n_rows = p.n_rows;
+  group_.q_head_stride = p.head_dim + 3;
+  group_.q_row_stride = n_heads * group_.q_head_stride + 5;
+  q_.assign(p.n_rows * group_.q_row_stride, std::numeric_limits<float>::quiet_NaN());
+  for (uint32_t r = 0; r < p.n_rows; ++r) {
+    for (uint32_t h = 0; h < n_heads; ++h) {
+      float* q = &q_[r * group_.q_row_stride + h * group_.q_head_stride];
+      for (uint32_t c = 0; c < p.head_dim; ++c) q[c] = 1.5f * Normal();
+    }
+  }
+  group_.q = q_.data();
+  group_.out_head_stride = p.head_dim_v + 1;
+  group_.out_row_stride = n_heads * group_.out_head_stride;
+  group_.windows = windows_;
+  group_.visible = visible_.data();
+  group_.visible_stride = p.n_windows + 1;
+  if (p.bias) {
+    group_.bias_stride = size_t{p.n_windows} * p.window;
+    bias_.resize(p.n_rows * group_.bias_stride);
+    for (float& x : bias_) x = Normal();
+    for (size_t i = 0; i < bias_.size(); i += 13) bias_[i] = -std::numeric_limits<float>::infinity();
+    group_.bias = bias_.data();
+  }
+  group_.mass_head_stride = p.n_windows + 2;
+  group_.mass_first_row = p.mass_first_row;
+  Clear();
+}
+
+void Problem::MakeMask() {
+  const ProblemParams& p = params_;
+  visible_.assign(size_t{p.n_rows} * (p.n_windows + 1), 0xFFFFFFFFu);
+  const uint32_t all = p.window == 32 ? ~0u : (1u << p.window) - 1, n_tokens = p.n_windows * p.window;
+  for (uint32_t r = 0; r < p.n_rows; ++r) {
+    for (uint32_t i = 0; i < p.n_windows; ++i) {
+      uint32_t& bits = visible_[size_t{r} * (p.n_windows + 1) + i];
+      bits = all;
+      if (p.mask == Mask::kPartialLast && i + 1 == p.n_windows) bits &= all >> (p.window / 2);
+      if (p.mask == Mask::kCausal) {
+        const int64_t seen = int64_t{n_tokens} - (p.n_rows - 1) + r - int64_t{i} * p.window;  // tokens of this window
+        if (seen <= 0) bits = 0;
+        if (seen > 0 && seen < p.window) bits &= (1u << seen) - 1;
+      }
+      if (p.mask == Mask::kHoles) {
+        bits &= static_cast<uint32_t>(rng_());
+        if (i % 3 == 1) bits = 0;
+        if (i % 5 == 2) bits = all;
+        if (i >= 8 && i < 20) bits = 0;  // whole tiles
+      }
+      if (p.blind_row && r == p.n_rows / 2) bits = 0;
+      bits |= p.mask == Mask::kAll && p.window < 32 ? ~all : 0u;  // bits beyond the window mean nothing
+    }
+  }
+}
+
+uint32_t Problem::SeenBits(size_t window) const {
+  uint32_t bits = 0;
+  for (uint32_t r = 0; r < params_.n_rows; ++r) bits |= visible_[size_t{r} * (params_.n_windows + 1) + window];
+  return bits;
+}
+
+void Problem::MakeWindows() {
+  const ProblemParams& p = params_;
+  for (uint32_t i = 0; i < p.n_windows; ++i) {
+    WindowRef w{};
+    w.pos0 = p.first_pos + static_cast<int32_t>(i * p.window);
+    w.pos_stride = 1;
+    if (p.shared_positions && i % 2 == 1) {
+      w.pos_stride = 0;
+      if (i % 4 == 1) w.pos0 = 0;
+    }
+    const WindowFormat mixed[] = {WindowFormat::kFull, WindowFormat::kPacked2, WindowFormat::kPacked4};
+    w.format = p.formats == Formats::kMixed ? mixed[rng_() % 3] : mixed[static_cast<int>(p.formats)];
+    const size_t stride = shape_.head_bytes[static_cast<int>(w.format)];
+    blocks_.emplace_back(stride * p.n_kv_heads - p.head_gap, uint8_t{0xFF});
+    w.data = blocks_.back().data();
+    windows_.push_back(w);
+    for (uint32_t h = 0; h < p.n_kv_heads; ++h) {
+      if (w.format == WindowFormat::kFull) {
+        FillFull(i, h);
+      } else {
+        FillPacked(i, h);
+      }
+    }
+  }
+}
+
+void Problem::FillFull(size_t window, uint32_t kv_head) {
+  const ProblemParams& p = params_;
+  std::vector<uint8_t>& block = blocks_[window];
+  const size_t base = kv_head * shape_.head_bytes[0], v_base = base + size_t{p.window} * p.head_dim * 2;
+  const uint32_t sub = std::min(p.window, 8u), seen = SeenBits(window);
+  for (uint32_t t = 0; t < p.window; ++t) {
+    if (((seen >> t) & 1u) == 0) continue;
+    for (uint32_t c = 0; c < p.head_dim; ++c) {
+      const size_t index = (size_t{t / sub} * p.head_dim + c) * sub + t % sub;
+      Write16(block, base + 2 * index, FromF32(Normal(), p.elem_k));
+    }
+    for (uint32_t c = 0; c < p.head_dim_v; ++c) {
+      Write16(block, v_base + 2 * (size_t{t} * p.head_dim_v + c), FromF32(Normal(), p.elem_v));
+    }
+  }
+}
+
+void Problem::FillPacked(size_t window, uint32_t kv_head) {
+  const ProblemParams& p = params_;
+  const uint32_t seen = SeenBits(window) & (p.window == 32 ? ~0u : (1u << p.window) - 1);
+  if (seen == 0) return;
+  std::vector<uint8_t>& block = blocks_[window];
+  const uint32_t bits = windows_[window].format == WindowFormat::kPacked2 ? 2 : 4;
+  const float levels = static_cast<float>((1u << bits) - 1);
+  const size_t base = kv_head * shape_.head_bytes[static_cast<int>(windows_[window].format)];
+  const size_t k_bytes = size_t{p.head_dim} * p.window * bits / 8, v_bytes = size_t{p.head_dim_v} * p.window * bits / 8;
+  const size_t k_grid = base + k_bytes, v_codes = k_grid + size_t{p.head_dim} * 4, v_grid = v_codes + v_bytes;
+  for (size_t i = 0; i < k_bytes; ++i) block[base + i] = static_cast<uint8_t>(rng_());
+  for (size_t i = 0; i < v_bytes; ++i) block[v_codes + i] = static_cast<uint8_t>(rng_());
+  const auto grid = [&](size_t at, uint32_t n, uint32_t i) {
+    Write16(block, at + 2 * i, F32ToF16((1.0f + std::abs(Normal())) / levels));
+    Write16(block, at + 2 * (n + i), F32ToF16(Normal() - 1.0f));
+  };
+  for (uint32_t c = 0; c < p.head_dim; ++c) grid(k_grid, p.head_dim, c);
+  for (uint32_t t = 0; t < p.window; ++t) {
+    if ((seen >> t) & 1u) grid(v_grid, p.window, t);
+  }
+}
+
+void Problem::Clear() {
+  out_.assign(params_.n_rows * group_.out_row_stride, -777.0f);
+  group_.out = out_.data();
+  if (params_.mass) {
+    mass_.assign(params_.n_kv_heads * group_.mass_head_stride, 0.0f);
+    group_.mass = mass_.data();
+  }
+}
+
+void Problem::Run(ParallelFor& pool, Workspace& workspace) {
+  Clear();
+  Attend({&group_, 1}, pool, workspace);
+}
+
+std::string Problem::Compare() const { return CompareWith(AttendReference(group_)); }
+
+std::string Problem::CompareWith(const ReferenceResult& want) const {
+  const ProblemParams& p = params_;
+  const uint32_t n_heads = p.n_kv_heads * p.n_gqa;
+  double v_max = 0.0, magnitude = 0.0;
+  for (double x : want.out) v_max = std::max(v_max, std::abs(x));
+  v_max = std::max(v_max, 6.0);
+  // A logit is off by at most (D + a few) eps times the sum of its terms' magnitudes, a weight by twice that relatively;
+  // sums over n tokens add log-like terms, for which n / 8 + 64 is generous.
+  const double n_tokens = static_cast<double>(p.n_windows) * p.window;
+  std::ostringstream error;
+  for (uint32_t r = 0; r < p.n_rows; ++r) {
+    for (uint32_t h = 0; h < n_heads; ++h) {
+      const size_t index = size_t{r} * n_heads + h;
+      magnitude = std::max(magnitude, want.magnitude[index]);
+      const double bound = kEpsilon * ((p.head_dim / 4.0 + 16.0) * want.magnitude[index] + n_tokens / 8.0 + 64.0) * v_max;
+      for (uint32_t c = 0; c < p.head_dim_v; ++c) {
+        const double got = out_[r * group_.out_row_stride + h * group_.out_head_stride + c];
+        const double ref = want.out[index * p.head_dim_v + c];
+        if (std::abs(got - ref) <= bound) continue;
+        error << "out row " << r << " head " << h << " channel " << c << ": " << got << " instead of " << ref << ", bound "
+              << bound;
+        return error.str();
+      }
+      if (out_[r * group_.out_row_stride + h * group_.out_head_stride + p.head_dim_v] != -777.0f) return "wrote past a row";
+    }
+  }
+  if (!p.mass) return "";
+  const double relative = kEpsilon * ((p.head_dim / 4.0 + 16.0) * 2.0 * magnitude + n_tokens / 8.0 + 64.0);
+  for (uint32_t h = 0; h < p.n_kv_heads; ++h) {
+    for (uint32_t i = 0; i < p.n_windows + 2; ++i) {
+      const double got = mass_[h * group_.mass_head_stride + i];
+      const double ref = i < p.n_windows ? want.mass[size_t{h} * p.n_windows + i] : 0.0;
+      if (std::abs(got - ref) <= relative * ref + 1e-30) continue;
+      error << "mass kv head " << h << " window " << i << ": " << got << " instead of " << ref << ", relative bound "
+            << relative;
+      return error.str();
+    }
+  }
+  return "";
+}
+
+}  // namespace qevict::kernels

@@ -1,0 +1,85 @@
+// Random attention problems with poisoned surroundings, and their comparison with the double-precision reference.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "base/parallel.h"
+#include "kernels/attention.h"
+#include "kernels/reference.h"
+#include "kernels/rope_table.h"
+
+namespace qevict::kernels {
+
+enum class Formats : uint8_t { kFull, kPacked2, kPacked4, kMixed };
+enum class Mask : uint8_t { kAll, kPartialLast, kCausal, kHoles };
+
+struct ProblemParams {
+  uint32_t n_kv_heads = 2, n_gqa = 7, head_dim = 64, head_dim_v = 64, window = 8, n_rows = 1, n_windows = 9;
+  Elem elem_k = Elem::kF16, elem_v = Elem::kF16;
+  Formats formats = Formats::kFull;
+  Mask mask = Mask::kAll;
+  RopeParams rope = HalvesOf64();
+  bool use_rope = true;
+  int32_t first_pos = 0;
+  bool shared_positions = false;  ///< some windows have pos_stride 0
+  float softcap = 0.0f;
+  bool bias = false, slopes = false, sinks = false, mass = true;
+  bool blind_row = false;         ///< the middle row sees nothing
+  uint32_t mass_first_row = 0;
+  uint32_t head_gap = 0;          ///< poisoned bytes between the heads' blocks
+  uint64_t seed = 1;
+  std::string Name() const;
+
+  static RopeParams HalvesOf64() {
+    RopeParams r;
+    r.pairing = RopePairing::kHalves;
+    r.n_dims = 64;
+    return r;
+  }
+};
+
+/// Storage, queries, masks and output of one group. Tokens that no row sees, and all gaps, hold NaN bit patterns.
+class Problem {
+ public:
+  explicit Problem(const ProblemParams& params);
+  const AttentionGroup& group() const { return group_; }
+  const ProblemParams& params() const { return params_; }
+  /// Runs the kernels of the active ISA into fresh outputs.
+  void Run(ParallelFor& pool, Workspace& workspace);
+  void Clear();
+  const std::vector<float>& out() const { return out_; }
+  const std::vector<float>& mass() const { return mass_; }
+  /// Empty if outputs and masses are within the rounding bound of the reference, else where and by how much not.
+  std::string Compare() const;
+  std::string CompareWith(const ReferenceResult& want) const;
+  std::vector<uint32_t>& visible() { return visible_; }
+  std::vector<std::vector<uint8_t>>& blocks() { return blocks_; }
+
+ private:
+  void MakeWindows();
+  void MakeMask();
+  void FillFull(size_t window, uint32_t kv_head);
+  void FillPacked(size_t window, uint32_t kv_head);
+  uint32_t SeenBits(size_t window) const;
+  float Normal() { return normal_(rng_); }
+
+  ProblemParams params_;
+  std::mt19937_64 rng_;
+  std::normal_distribution<float> normal_;
+  std::unique_ptr<RopeTable> rope_;
+  AttentionShape shape_;
+  AttentionGroup group_;
+  std::vector<WindowRef> windows_;
+  std::vector<std::vector<uint8_t>> blocks_;  // one exact allocation per window
+  std::vector<uint32_t> visible_;
+  std::vector<float> q_, out_, bias_, slopes_, sinks_, mass_;
+};
+
+/// ISAs that this CPU can run.
+std::vector<Isa> AllIsas();
+
+}  // namespace qevict::kernels

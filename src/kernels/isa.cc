@@ -1,0 +1,103 @@
+// Choice of the instruction set: the best the CPU has, unless QEVICT_SIMD or ForceIsa names another one.
+#include <atomic>
+#include <cstdlib>
+#include <string_view>
+
+#include "kernels/attention.h"
+#include "kernels/attention_internal.h"
+
+namespace qevict::kernels {
+namespace {
+
+constexpr Isa kAll[] = {Isa::kScalar, Isa::kAvx2, Isa::kAvx512, Isa::kNeon};
+
+/// Null where this build has no kernels for it.
+const internal::KernelTable* Table(Isa isa) {
+  switch (isa) {
+    case Isa::kScalar:
+      return &internal::kScalarTable;
+#ifdef QEVICT_HAVE_AVX2
+    case Isa::kAvx2:
+      return &internal::kAvx2Table;
+#endif
+#ifdef QEVICT_HAVE_AVX512
+    case Isa::kAvx512:
+      return &internal::kAvx512Table;
+#endif
+#ifdef QEVICT_HAVE_NEON
+    case Isa::kNeon:
+      return &internal::kNeonTable;
+#endif
+    default:
+      return nullptr;
+  }
+}
+
+bool CpuHas(Isa isa) {
+#if defined(__x86_64__)
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  if (isa == Isa::kAvx2) return avx2;
+  if (isa == Isa::kAvx512) {
+    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  }
+  return isa == Isa::kScalar;
+#elif defined(__aarch64__)
+  return isa == Isa::kScalar || isa == Isa::kNeon;
+#else
+  return isa == Isa::kScalar;
+#endif
+}
+
+Isa Best() {
+  Isa best = Isa::kScalar;
+  for (Isa isa : kAll) {
+    if (IsaSupported(isa)) best = isa;
+  }
+  return best;
+}
+
+Isa FromEnvironment() {
+  const char* value = std::getenv("QEVICT_SIMD");
+  if (value != nullptr) {
+    for (Isa isa : kAll) {
+      if (std::string_view(value) == IsaName(isa) && IsaSupported(isa)) return isa;
+    }
+  }
+  return Best();
+}
+
+std::atomic<Isa>& Active() {
+  static std::atomic<Isa> active{FromEnvironment()};
+  return active;
+}
+
+}  // namespace
+
+Isa ActiveIsa() { return Active().load(std::memory_order_relaxed); }
+
+const char* IsaName(Isa isa) {
+  switch (isa) {
+    case Isa::kScalar: return "scalar";
+    case Isa::kAvx2: return "avx2";
+    case Isa::kAvx512: return "avx512";
+    case Isa::kNeon: return "neon";
+  }
+  return "unknown";
+}
+
+bool IsaSupported(Isa isa) { return Table(isa) != nullptr && CpuHas(isa); }
+
+bool ForceIsa(Isa isa) {
+  if (!IsaSupported(isa)) return false;
+  Active().store(isa, std::memory_order_relaxed);
+  return true;
+}
+
+namespace internal {
+
+const KernelTable& ActiveTable() { return *Table(ActiveIsa()); }
+uint32_t ActiveKeyChannels() { return ActiveIsa() == Isa::kAvx512 ? 2 : 1; }
+
+}  // namespace internal
+}  // namespace qevict::kernels

@@ -1,0 +1,79 @@
+#include "kernels/rope_table.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "kernels/attention_internal.h"
+
+namespace qevict::kernels {
+namespace {
+
+/// cos and sin of every pair at `pos`, times `magnitude`, to row [2][stride].
+void FillRow(const std::vector<double>& omega, int64_t pos, double magnitude, uint32_t stride, float* row) {
+  for (size_t i = 0; i < omega.size(); ++i) {
+    const double angle = omega[i] * static_cast<double>(pos);
+    row[i] = static_cast<float>(magnitude * std::cos(angle));
+    row[stride + i] = static_cast<float>(magnitude * std::sin(angle));
+  }
+}
+
+/// See RopeTable::steps. scale 0 gives the table of tokens at one position.
+std::vector<float> MakeSteps(const std::vector<double>& omega, uint32_t channels, double scale) {
+  const size_t groups = (omega.size() + channels - 1) / channels;
+  std::vector<float> table(groups * 16 * channels);
+  for (size_t i = 0; i < omega.size(); ++i) {
+    float* group = table.data() + i / channels * 16 * channels;
+    for (size_t t = 0; t < 8; ++t) {
+      const double angle = omega[i] * scale * static_cast<double>(t);
+      group[t * channels + i % channels] = static_cast<float>(std::cos(angle));
+      group[(8 + t) * channels + i % channels] = static_cast<float>(std::sin(angle));
+    }
+  }
+  return table;
+}
+
+}  // namespace
+
+RopeTable::RopeTable(const RopeParams& params)
+    : params_(params), magnitude_(RopeMagnitude(params)), stride_(internal::PadLanes(params.n_dims / 2)) {
+  omega_ = RopeFrequencies(params);
+  omega_.resize(n_pairs());
+  fine_.assign(size_t{64} * 2 * stride_, 0.0f);
+  for (uint32_t p = 0; p < 64; ++p) FillRow(omega_, p, 1.0, stride_, fine_.data() + size_t{p} * 2 * stride_);
+  for (uint32_t channels : {1u, 2u}) {
+    steps_[channels - 1] = MakeSteps(omega_, channels, 1.0);
+    zero_steps_[channels - 1] = MakeSteps(omega_, channels, 0.0);
+  }
+  Grow(0);
+}
+
+void RopeTable::Grow(int32_t max_pos) {
+  if (max_pos <= max_pos_) return;
+  const size_t row = size_t{2} * stride_, old_blocks = row == 0 ? 0 : coarse_.size() / row;
+  const size_t blocks = static_cast<size_t>(max_pos >> 6) + 1;
+  max_pos_ = max_pos;
+  if (blocks <= old_blocks) return;
+  coarse_.resize(blocks * row);
+  for (size_t b = old_blocks; b < blocks; ++b) {
+    FillRow(omega_, static_cast<int64_t>(b) * 64, magnitude_, stride_, coarse_.data() + b * row);
+  }
+}
+
+void RopeTable::Phases(int32_t pos, float* cos, float* sin) const {
+  const uint32_t p = pos < 0 ? 0u - static_cast<uint32_t>(pos) : static_cast<uint32_t>(pos);
+  const float* coarse = coarse_.data() + size_t{p >> 6} * 2 * stride_;
+  const float* fine = fine_.data() + size_t{p & 63} * 2 * stride_;
+  for (uint32_t i = 0; i < n_pairs(); ++i) {
+    const float cc = coarse[i], cs = coarse[stride_ + i], fc = fine[i], fs = fine[stride_ + i];
+    cos[i] = cc * fc - cs * fs;
+    sin[i] = pos < 0 ? -(cs * fc + cc * fs) : cs * fc + cc * fs;
+  }
+}
+
+size_t RopeTable::bytes() const {
+  size_t floats = coarse_.size() + fine_.size();
+  for (int i = 0; i < 2; ++i) floats += steps_[i].size() + zero_steps_[i].size();
+  return floats * sizeof(float) + omega_.size() * sizeof(double);
+}
+
+}  // namespace qevict::kernels

@@ -1,0 +1,142 @@
+// AVX-512 (F, BW, DQ, VL) traits: 16 lanes. See simd_scalar.h for the meaning of each operation.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace qevict::kernels::internal {
+
+struct SimdAvx512 {
+  static constexpr uint32_t kLanes = 16;
+  static constexpr uint32_t kChannels = 2;
+  static constexpr uint32_t kRegisters = 32;
+  using V = __m512;
+  using I = __m512i;
+
+  static V Zero() { return _mm512_setzero_ps(); }
+  static V Set1(float x) { return _mm512_set1_ps(x); }
+  static V Load(const float* p) { return _mm512_loadu_ps(p); }
+  static void Store(float* p, V v) { _mm512_storeu_ps(p, v); }
+  static V Add(V a, V b) { return _mm512_add_ps(a, b); }
+  static V Sub(V a, V b) { return _mm512_sub_ps(a, b); }
+  static V Mul(V a, V b) { return _mm512_mul_ps(a, b); }
+  static V Div(V a, V b) { return _mm512_div_ps(a, b); }
+  static V Max(V a, V b) { return _mm512_max_ps(a, b); }
+  static V Fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+  static V Fnma(V a, V b, V c) { return _mm512_fnmadd_ps(a, b, c); }
+  static V Abs(V a) { return _mm512_abs_ps(a); }
+  static V CopySign(V magnitude, V sign) {
+    const __m512 mask = _mm512_set1_ps(-0.0f);
+    return _mm512_or_ps(_mm512_andnot_ps(mask, magnitude), _mm512_and_ps(mask, sign));
+  }
+  static V Round(V a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  static V TimesExp2(V p, V n) { return _mm512_scalef_ps(p, n); }
+  static float Sum(V a) { return _mm512_reduce_add_ps(a); }
+  static float MaxOf(V a) { return _mm512_reduce_max_ps(a); }
+  static V IfBits(uint32_t bits, V a, V b) {
+    return _mm512_mask_blend_ps(static_cast<__mmask16>(bits), b, a);
+  }
+  static V IfLess(V x, V y, V a, V b) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_LT_OQ), b, a);
+  }
+
+  static V LoadF16(const uint16_t* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static V LoadBf16(const uint16_t* p) {
+    const __m512i x = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
+  }
+  static V LoadF16Half(const uint16_t* p) {
+    const __m256i x = _mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return _mm512_cvtph_ps(x);
+  }
+  static V LoadBf16Half(const uint16_t* p) {
+    const __m256i x = _mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+  }
+
+  static V Channels(const float* p) {
+    return _mm512_castpd_ps(_mm512_set1_pd(*reinterpret_cast<const double_alias*>(p)));
+  }
+  static void FoldBlocks(V v, float* dst) {
+    _mm256_storeu_ps(dst, _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1)));
+  }
+  static void StoreBlocks(V v, float* c0, float* c1) {
+    _mm256_storeu_ps(c0, _mm512_castps512_ps256(v));
+    _mm256_storeu_ps(c1, _mm512_extractf32x8_ps(v, 1));
+  }
+  static V PairsToBlocks(V v) {
+    const __m512i order = _mm512_set_epi32(15, 13, 11, 9, 7, 5, 3, 1, 14, 12, 10, 8, 6, 4, 2, 0);
+    return _mm512_permutexvar_ps(order, v);
+  }
+  static void Deinterleave(V a, V b, V& even, V& odd) {
+    const __m512i e = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i o = _mm512_set_epi32(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    even = _mm512_permutex2var_ps(a, e, b);
+    odd = _mm512_permutex2var_ps(a, o, b);
+  }
+
+  static I KeyShift(uint32_t bits, uint32_t first) {
+    const __m512i token = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+    return _mm512_add_epi32(_mm512_mullo_epi32(token, _mm512_set1_epi32(static_cast<int>(bits))),
+                            _mm512_set1_epi32(static_cast<int>(first)));
+  }
+  static I KeyWords(const uint8_t* c0, const uint8_t* c1) {
+    const uint64_t lo = *reinterpret_cast<const u32_alias*>(c0);
+    const uint64_t hi = *reinterpret_cast<const u32_alias*>(c1);
+    return _mm512_set1_epi64(static_cast<int64_t>(lo | (hi << 32)));
+  }
+  /// Codes of the lanes after a shift; higher bits are ignored.
+  template <int kBits>
+  static V Codes(I words, I shift) {
+    const __m512i x = _mm512_srlv_epi32(words, shift);
+    if constexpr (kBits == 2) {
+      return _mm512_permutevar_ps(_mm512_broadcast_f32x4(_mm_set_ps(3, 2, 1, 0)), x);
+    } else {
+      const __m512 levels = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+      return _mm512_permutexvar_ps(x, levels);
+    }
+  }
+
+  template <int kBits>
+  struct ValueGrid {
+    __m512 levels;
+    ValueGrid(float scale, float zero) {
+      const __m512 codes = kBits == 2 ? _mm512_broadcast_f32x4(_mm_set_ps(3, 2, 1, 0))
+                                      : _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+      levels = _mm512_fmadd_ps(codes, _mm512_set1_ps(scale), _mm512_set1_ps(zero));
+    }
+    /// 16 values whose codes begin at p. Reads 4 (2 bits) or 8 (4 bits) bytes.
+    V Load(const uint8_t* p) const {
+      if constexpr (kBits == 2) {
+        const __m512i shift = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+        const __m512i x = _mm512_set1_epi32(static_cast<int>(*reinterpret_cast<const u32_alias*>(p)));
+        return _mm512_permutevar_ps(levels, _mm512_srlv_epi32(x, shift));
+      } else {
+        const __m512i shift = _mm512_set_epi32(28, 24, 20, 16, 12, 8, 4, 0, 28, 24, 20, 16, 12, 8, 4, 0);
+        const __m512i lo = _mm512_set1_epi32(static_cast<int>(*reinterpret_cast<const u32_alias*>(p)));
+        const __m512i x = _mm512_mask_set1_epi32(lo, 0xFF00, static_cast<int>(*reinterpret_cast<const u32_alias*>(p + 4)));
+        return _mm512_permutexvar_ps(_mm512_srlv_epi32(x, shift), levels);
+      }
+    }
+  };
+
+  /// Sums of 8 consecutive floats each: p[64] -> out[8].
+  static void SegmentSums(const float* p, float* out) {
+    const V t01 = HalfSums(Load(p), Load(p + 16)), t23 = HalfSums(Load(p + 32), Load(p + 48));
+    const V r = HalfSums(t01, t23);  // in each 128 bits: sums of 4 of vectors 0, 2, 1, 3
+    const __m512 other = _mm512_shuffle_f32x4(r, r, _MM_SHUFFLE(2, 3, 0, 1));
+    const __m512 sums = _mm512_add_ps(r, other);  // lanes 0-3: first 8 of the four vectors, lanes 8-11: second 8
+    const __m512i order = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 11, 3, 9, 1, 10, 2, 8, 0);
+    _mm256_storeu_ps(out, _mm512_castps512_ps256(_mm512_permutexvar_ps(order, sums)));
+  }
+
+ private:
+  using double_alias [[gnu::may_alias, gnu::aligned(4)]] = double;
+  using u32_alias [[gnu::may_alias, gnu::aligned(1)]] = uint32_t;
+  static V HalfSums(V a, V b) { return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); }
+};
+
+}  // namespace qevict::kernels::internal

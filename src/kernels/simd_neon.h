@@ -1,0 +1,109 @@
+// NEON traits (aarch64): 8 lanes in two 128-bit registers. See simd_scalar.h for the meaning of each operation.
+#pragma once
+
+#include <arm_neon.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace qevict::kernels::internal {
+
+struct SimdNeon {
+  static constexpr uint32_t kLanes = 8;
+  static constexpr uint32_t kChannels = 1;
+  static constexpr uint32_t kRegisters = 16;
+  struct V { float32x4_t lo, hi; };
+  struct I { uint32x4_t lo, hi; };
+
+  static V Zero() { return Set1(0.0f); }
+  static V Set1(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x)}; }
+  static V Load(const float* p) { return {vld1q_f32(p), vld1q_f32(p + 4)}; }
+  static void Store(float* p, V v) { vst1q_f32(p, v.lo), vst1q_f32(p + 4, v.hi); }
+  static V Add(V a, V b) { return {vaddq_f32(a.lo, b.lo), vaddq_f32(a.hi, b.hi)}; }
+  static V Sub(V a, V b) { return {vsubq_f32(a.lo, b.lo), vsubq_f32(a.hi, b.hi)}; }
+  static V Mul(V a, V b) { return {vmulq_f32(a.lo, b.lo), vmulq_f32(a.hi, b.hi)}; }
+  static V Div(V a, V b) { return {vdivq_f32(a.lo, b.lo), vdivq_f32(a.hi, b.hi)}; }
+  static V Max(V a, V b) { return IfLess(b, a, a, b); }
+  static V Fma(V a, V b, V c) { return {vfmaq_f32(c.lo, a.lo, b.lo), vfmaq_f32(c.hi, a.hi, b.hi)}; }
+  static V Fnma(V a, V b, V c) { return {vfmsq_f32(c.lo, a.lo, b.lo), vfmsq_f32(c.hi, a.hi, b.hi)}; }
+  static V Abs(V a) { return {vabsq_f32(a.lo), vabsq_f32(a.hi)}; }
+  static V CopySign(V m, V s) {
+    const uint32x4_t sign = vdupq_n_u32(0x80000000u);
+    return {vbslq_f32(sign, s.lo, m.lo), vbslq_f32(sign, s.hi, m.hi)};
+  }
+  static V Round(V a) { return {vrndnq_f32(a.lo), vrndnq_f32(a.hi)}; }
+  static V TimesExp2(V p, V n) { return {TimesExp2(p.lo, n.lo), TimesExp2(p.hi, n.hi)}; }
+  static float Sum(V a) { return vaddvq_f32(vaddq_f32(a.lo, a.hi)); }
+  static float MaxOf(V a) { return vmaxvq_f32(vmaxq_f32(a.lo, a.hi)); }
+  static V IfBits(uint32_t bits, V a, V b) {
+    const uint32x4_t lane = {1, 2, 4, 8}, all = vdupq_n_u32(bits);
+    return {vbslq_f32(vtstq_u32(all, lane), a.lo, b.lo), vbslq_f32(vtstq_u32(all, vshlq_n_u32(lane, 4)), a.hi, b.hi)};
+  }
+  static V IfLess(V x, V y, V a, V b) {
+    return {vbslq_f32(vcltq_f32(x.lo, y.lo), a.lo, b.lo), vbslq_f32(vcltq_f32(x.hi, y.hi), a.hi, b.hi)};
+  }
+
+  static V LoadF16(const uint16_t* p) {
+    const uint16x8_t x = vld1q_u16(p);
+    return {vcvt_f32_f16(vreinterpret_f16_u16(vget_low_u16(x))), vcvt_f32_f16(vreinterpret_f16_u16(vget_high_u16(x)))};
+  }
+  static V LoadBf16(const uint16_t* p) {
+    const uint16x8_t x = vld1q_u16(p);
+    return {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(x), 16)), vreinterpretq_f32_u32(vshll_n_u16(vget_high_u16(x), 16))};
+  }
+  static V LoadF16Half(const uint16_t* p) { return LoadF16(p); }  // never needed: rows are multiples of 8
+  static V LoadBf16Half(const uint16_t* p) { return LoadBf16(p); }
+
+  static V Channels(const float* p) { return Set1(*p); }
+  static void FoldBlocks(V v, float* dst) { Store(dst, v); }
+  static void StoreBlocks(V v, float* c0, float*) { Store(c0, v); }
+  static V PairsToBlocks(V v) { return v; }
+  static void Deinterleave(V a, V b, V& even, V& odd) {
+    even = {vuzp1q_f32(a.lo, a.hi), vuzp1q_f32(b.lo, b.hi)};
+    odd = {vuzp2q_f32(a.lo, a.hi), vuzp2q_f32(b.lo, b.hi)};
+  }
+
+  static I KeyShift(uint32_t bits, uint32_t first) {
+    const uint32x4_t token = {0, 1, 2, 3};
+    const uint32x4_t lo = vmlaq_n_u32(vdupq_n_u32(first), token, bits);
+    return {lo, vaddq_u32(lo, vdupq_n_u32(4 * bits))};
+  }
+  static I KeyWords(const uint8_t* c0, const uint8_t*) {
+    uint32_t w;
+    std::memcpy(&w, c0, 4);
+    return {vdupq_n_u32(w), vdupq_n_u32(w)};
+  }
+  template <int kBits>
+  static V Codes(I words, I shift) {
+    return {Codes<kBits>(words.lo, shift.lo), Codes<kBits>(words.hi, shift.hi)};
+  }
+
+  template <int kBits>
+  struct ValueGrid {
+    float scale, zero;
+    ValueGrid(float s, float z) : scale(s), zero(z) {}
+    V Load(const uint8_t* p) const {
+      uint32_t w = 0;
+      std::memcpy(&w, p, kBits);
+      const I words{vdupq_n_u32(w), vdupq_n_u32(w)};
+      return Fma(Codes<kBits>(words, KeyShift(kBits, 0)), Set1(scale), Set1(zero));
+    }
+  };
+
+  static void SegmentSums(const float* p, float* out) {
+    for (int i = 0; i < 8; ++i) out[i] = Sum(Load(p + 8 * i));
+  }
+
+ private:
+  static float32x4_t TimesExp2(float32x4_t p, float32x4_t n) {
+    const int32x4_t e = vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127));
+    return vmulq_f32(p, vreinterpretq_f32_s32(vshlq_n_s32(e, 23)));
+  }
+  template <int kBits>
+  static float32x4_t Codes(uint32x4_t words, uint32x4_t shift) {
+    const uint32x4_t x = vshlq_u32(words, vnegq_s32(vreinterpretq_s32_u32(shift)));
+    return vcvtq_f32_u32(vandq_u32(x, vdupq_n_u32((1u << kBits) - 1)));
+  }
+};
+
+}  // namespace qevict::kernels::internal
