@@ -14,7 +14,8 @@ model="$("$repo_dir/scripts/models.py" smollm2)"
 step "building qevict"
 use_ccache "$repo_dir"
 cd "$repo_dir"
-cmake --preset release -DQEVICT_LLAMA_SOURCE="$llama_source" -DQEVICT_LLAMA_BUILD="$llama_build" >/dev/null
+cmake --preset release -DQEVICT_BUILD_PLUGIN=ON \
+  -DQEVICT_LLAMA_SOURCE="$llama_source" -DQEVICT_LLAMA_BUILD="$llama_build" >/dev/null
 cmake --build --preset release --parallel "$jobs" --target qevict ggml-qevict >&2
 
 step "running: the full cache, then a budget of 20%"
