@@ -70,7 +70,8 @@ Status CacheGroup::FlashAttention(const ggml_tensor* op, OmpPool& pool) {
   QEVICT_RETURN_IF_ERROR(EnsureCache());
   const auto il = static_cast<uint32_t>(layer_index);
   const LayerBinding& layer = layers_[il];
-  if (!step_open_ || masks_.empty()) {
+  // Layers share a mask as a rule, but need not (sliding windows in some layers of one cache).
+  if (!step_open_ || masks_.empty() || op->src[3] != mask_tensor_) {
     highest_cell_.resize(n_streams_, 0);
     ReadMask(op);
     step_open_ = true;

@@ -120,6 +120,7 @@ class CacheGroup {
   std::vector<uint32_t> token_stream_;
   std::vector<TokenRef> refs_;
   std::vector<MaskBits> masks_;         ///< per stream of the step
+  const ggml_tensor* mask_tensor_ = nullptr;  ///< what masks_ were read from
   uint32_t first_stream_ = 0;           ///< of the step's attention; masks_[i] belongs to first_stream_ + i
   uint32_t rows_per_stream_ = 0;
   std::vector<RowGroup> groups_;

@@ -84,6 +84,7 @@ void CacheGroup::ReadMask(const ggml_tensor* flash_attn) {
   const ggml_tensor* q = flash_attn->src[0];
   const ggml_tensor* k = flash_attn->src[1];
   const ggml_tensor* root = Root(k);
+  mask_tensor_ = flash_attn->src[3];
   first_stream_ = static_cast<uint32_t>((static_cast<const char*>(k->data) - static_cast<const char*>(root->data)) / static_cast<ptrdiff_t>(root->nb[2]));
   rows_per_stream_ = static_cast<uint32_t>(q->ne[1]);
   masks_.resize(static_cast<size_t>(q->ne[3]));
