@@ -62,12 +62,13 @@ TEST(ArenaTest, SlotsKeepTheirAddressAndContents) {
 TEST(ArenaTest, NewSlotsAreZeroAfterShrinking) {
   Arena arena;
   ArenaRegion* region = Add(arena, 100, 1000);
+  constexpr size_t bytes = size_t{200} * 100;
   ASSERT_TRUE(region->Resize(200).ok());
-  std::memset(region->slot(0), 0xFF, 200 * 100);
+  std::memset(region->slot(0), 0xFF, bytes);
   ASSERT_TRUE(region->Resize(1).ok());
   ASSERT_TRUE(region->Resize(200).ok());
   for (size_t i = 0; i < 100; ++i) ASSERT_EQ(region->slot(0)[i], 0xFF);
-  for (size_t i = 100; i < 200 * 100; ++i) ASSERT_EQ(region->slot(0)[i], 0) << i;
+  for (size_t i = 100; i < bytes; ++i) ASSERT_EQ(region->slot(0)[i], 0) << i;
 }
 
 TEST(ArenaTest, LimitRefusesGrowthAndChangesNothing) {

@@ -15,8 +15,7 @@
 namespace qevict {
 namespace {
 
-// ---- Numbers. std::from_chars: no locale, no exceptions, and a number must fill the whole text.
-// ----
+// ---- Numbers. std::from_chars: no locale, no exceptions; a number must fill the whole text. ----
 
 template <typename T>
 std::optional<T> ParseNumber(std::string_view text) {
@@ -35,8 +34,7 @@ std::string NumberText(T value) {
   return error == std::errc() ? std::string(buffer, end) : std::string();
 }
 
-// ---- Readers and writers by member. A reader returns false if the text cannot be the value's
-// type. ----
+// ---- By member. A reader returns false if the text cannot be of the value's type. ----
 
 template <auto kMember>
 bool ReadNumber(std::string_view text, Config& config) {
@@ -106,8 +104,8 @@ std::string WriteBool(const Config& config) {
 
 bool AlwaysValid(const Config&) { return true; }
 
-// ---- Keys with a form of their own. What is not in force goes back to its default, so that equal
-// text means equal configurations. ----
+// ---- Keys with a form of their own ----
+// What is not in force goes back to its default, so that equal texts mean equal configurations.
 
 bool ReadPreset(std::string_view text, Config& config) {
   if (!ReadName<&Config::preset, kPresetNames>(text, config)) return false;
@@ -309,8 +307,7 @@ std::string Shown(std::string_view text) {
   return shown;
 }
 
-/// Concatenation in one place: chains of operator+ on temporaries make GCC 12 warn of overlaps that
-/// are not there.
+/// Concatenation, so that a message reads as the list of its parts.
 std::string Join(std::initializer_list<std::string_view> parts) {
   std::string joined;
   for (const std::string_view part : parts) joined += part;

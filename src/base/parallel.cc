@@ -4,9 +4,8 @@
 // is still open and the caller waits only for those that joined, so a worker that the system wakes
 // late delays nobody:
 //
-//   caller   publish job, wake | take tasks ...                | close job, wait until n_active = 0
-//   worker   sleep or spin     | join (n_active+1), take tasks | leave (n_active-1), look for the
-//   next generation
+//   caller   publish job, wake | take tasks ...              | close job, wait until none is active
+//   worker   sleep or spin     | join: active, take tasks    | leave, look for the next generation
 //
 // Sleeping is a condition variable behind a short spin: jobs of one decode step follow each other
 // within microseconds.

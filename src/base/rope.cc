@@ -2,8 +2,9 @@
 // Facts: ggml/src/ggml-cpu/ops.cpp (rope cache, YaRN mixing) and ggml/src/ggml.c (correction dims)
 // of llama.cpp.
 //
-//   theta_0 = pos,  theta_{i+1} = theta_i * s,  s = base^(-2/n_dims)           each product rounded
-//   to fp32 e = theta_i / freq_factor_i extrapolated angle a = freq_scale * e interpolated angle
+//   theta_0 = pos,  theta_{i+1} = theta_i * s,  s = base^(-2/n_dims)     products rounded to fp32
+//   e = theta_i / freq_factor_i                                          extrapolated angle
+//   a = freq_scale * e                                                   interpolated angle
 //   YaRN (ext_factor != 0):  r = ramp(i) * ext_factor,  a = a*(1-r) + e*r
 //   (cos a, sin a) * attn_factor * (YaRN: 1 + 0.1 * ln(1/freq_scale))
 //

@@ -17,10 +17,11 @@ struct Reference {
   double magnitude;
 };
 
-Reference ReferencePair(const RopeParams& p, uint32_t i) {
+Reference ReferencePair(const RopeParams& p, size_t pair) {
+  const double i = static_cast<double>(pair);
   const double n = p.n_dims, base = p.freq_base;
   double fast = std::pow(base, -2.0 * i / n);
-  if (!p.freq_factors.empty()) fast /= p.freq_factors[i];
+  if (!p.freq_factors.empty()) fast /= p.freq_factors[pair];
   const double slow = fast * p.freq_scale;
   if (p.ext_factor == 0.0f) return {slow, p.attn_factor};
   // Pair whose wave turns `beta` times within n_ctx_orig positions.
@@ -71,11 +72,11 @@ TEST(RopeTest, MatchesDoubleReference) {
     for (int32_t pos : {0, 1, 2, 17, 100, 1000, -3}) {
       std::vector<float> cos_sin(p.n_dims);
       RopeCosSin(p, pos, cos_sin.data());
-      for (uint32_t i = 0; i < p.n_dims / 2; ++i) {
+      for (size_t i = 0; i < p.n_dims / 2; ++i) {
         const Reference r = ReferencePair(p, i);
         const double angle = r.angle_per_position * pos;
         // fp32 keeps theta to i + 3 roundings of 2^-24; theta_scale itself is one of them per step.
-        const double tolerance = 1e-6 + std::abs(angle) * (2 * i + 4) * 0x1p-24;
+        const double tolerance = 1e-6 + std::abs(angle) * static_cast<double>(2 * i + 4) * 0x1p-24;
         EXPECT_NEAR(cos_sin[2 * i], r.magnitude * std::cos(angle), tolerance)
             << "pair " << i << " pos " << pos;
         EXPECT_NEAR(cos_sin[2 * i + 1], r.magnitude * std::sin(angle), tolerance)
@@ -93,9 +94,9 @@ TEST(RopeTest, FrequenciesMatchTheForwardPass) {
     for (int32_t pos : {1, 100, 4096, 32768}) {
       std::vector<float> cos_sin(p.n_dims);
       RopeCosSin(p, pos, cos_sin.data());
-      for (uint32_t i = 0; i < omega.size(); ++i) {
+      for (size_t i = 0; i < omega.size(); ++i) {
         const double angle = omega[i] * pos;
-        const double tolerance = 1e-6 + angle * (i + 4) * 0x1p-24;
+        const double tolerance = 1e-6 + angle * static_cast<double>(i + 4) * 0x1p-24;
         EXPECT_NEAR(cos_sin[2 * i], magnitude * std::cos(angle), tolerance)
             << "pair " << i << " pos " << pos;
         EXPECT_NEAR(cos_sin[2 * i + 1], magnitude * std::sin(angle), tolerance)

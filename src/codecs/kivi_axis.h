@@ -1,38 +1,40 @@
 // Format kivi_axis: QEvict's packed tier. One kv head of one window of W tokens in b = 2 or 4 bits.
 //
 // Grid (policies.md C9, after KIVI): asymmetric and uniform. For a group x of finite numbers
-//     zero  = f16(min x)                     value = code * scale + zero            (f32
-//     arithmetic) scale = f16((max x - min x) / (2^b-1)) code  = round_half_even(clamp((x - zero) /
-//     scale, 0, 2^b-1))
+//
+//     zero  = f16(min x)
+//     scale = f16((max x - min x) / (2^b - 1))
+//     code  = round_half_even(clamp((x - zero) / scale, 0, 2^b - 1))
+//     value = code * scale + zero                                      in f32
+//
 //   Scale and zero are rounded to f16 first, codes are taken against the rounded grid. A group
 //   whose scale is 0 in f16 (constant, or nearly) gets scale 1 and codes 0. A grid beyond f16 is
-//   clamped to +-65504, the largest finite f16. The grid is f16 even if rows are bf16: bf16 has 8
-//   bits of mantissa and would shift codes.
-// Groups: keys one per channel over the n tokens of the window, *before* RoPE; values one per token
-// over its channels. Non-finite inputs count as 0.
+//   clamped to +-65504, the largest finite f16. The grid is f16 even if rows are bf16: bf16 has
+//   8 bits of mantissa and would shift codes.
+// Groups: keys one per channel over the n tokens of the window, *before* RoPE; values one per
+// token over its channels. Non-finite inputs count as 0.
 //
-// Bytes, all little-endian, no padding (sizes for W = 8, D = Dv = 128, b = 2):
+// Bytes, all little-endian, no padding, parts in this order (sizes: W = 8, D = Dv = 128, b = 2):
 //
-//   offset                length
-//   0                     D*W*b/8    256   K codes  channel-major: code of (channel d, token t) is
-//   number d*W + t D*W*b/8               2*D        256   K scale  f16 [D]
-//   ... + 2*D             2*D        256   K zero   f16 [D]
-//   ... + 2*D             W*Dv*b/8   256   V codes  token-major: code of (token t, channel c) is
-//   number t*Dv + c
-//   ... + W*Dv*b/8        2*W         16   V scale  f16 [W]
-//   ... + 2*W             2*W         16   V zero   f16 [W]
-//                                   1056 = 132 bytes per token
+//   part      length     size
+//   K codes   D*W*b/8     256    channel-major: (channel d, token t) has code number d*W + t
+//   K scale   2*D         256    f16 [D]
+//   K zero    2*D         256    f16 [D]
+//   V codes   W*Dv*b/8    256    token-major: (token t, channel c) has code number t*Dv + c
+//   V scale   2*W          16    f16 [W]
+//   V zero    2*W          16    f16 [W]
+//                        1056    = 132 bytes per token
 //
-//   Code number j lies in bits [j*b mod 8, j*b mod 8 + b) of byte j*b/8, lowest bits first:
+//   Code number j of a part lies in byte j*b/8 from bit (j*b mod 8) on, lowest bits first:
 //
-//     bit     7 6   5 4   3 2   1 0          7 6 5 4   3 2 1 0
-//     b = 2   j+3   j+2   j+1    j    b = 4     j+1        j
+//     bit     7 6   5 4   3 2   1 0         bit     7 6 5 4   3 2 1 0
+//     b = 2   j+3   j+2   j+1    j          b = 4     j+1        j
 //
 //   Tokens n ... W-1 of a window that is not full: codes 0, V scale and zero 0.
 //
 // Why per channel and before RoPE: outlier channels of keys are stable until RoPE mixes them. The
-// price is the K grid, 4 bytes per channel and window: at W = 8 the "2-bit" keys cost 6 bits. Error
-// per element: at most scale/2 plus the rounding of the grid.
+// price is the K grid, 4 bytes per channel and window: at W = 8 the "2-bit" keys cost 6 bits.
+// Error per element: at most scale/2 plus the rounding of the grid.
 #pragma once
 
 #include <cstddef>
@@ -48,8 +50,8 @@ struct KiviAxisLayout {
 };
 
 /// Requires bits 2 or 4, D and Dv multiples of 8.
-constexpr KiviAxisLayout LayoutKiviAxis(uint32_t bits, uint32_t window, uint32_t head_dim,
-                                        uint32_t head_dim_v) {
+constexpr KiviAxisLayout LayoutKiviAxis(size_t bits, size_t window, size_t head_dim,
+                                        size_t head_dim_v) {
   const size_t b = bits, w = window, d = head_dim, dv = head_dim_v;
   KiviAxisLayout at{};
   at.k_codes = 0;

@@ -66,7 +66,7 @@ std::vector<float> Random(std::mt19937& rng, size_t n, float sigma = 1.0f) {
 TEST(KiviAxisTest, SpecificationVectorKeys) {
   // Eight channels; 0 and 1 carry the vectors, the others are constant.
   const float channel0[4] = {.1f, .4f, -.2f, 1.0f}, channel1[4] = {-2.0f, -1.0f, 1.0f, .5f};
-  std::vector<float> k(4 * 8, 0.0f), v(4 * 8, 0.0f);
+  std::vector<float> k(32, 0.0f), v(32, 0.0f);
   for (size_t t = 0; t < 4; ++t) {
     k[t * 8] = channel0[t];
     k[t * 8 + 1] = channel1[t];
@@ -89,7 +89,7 @@ TEST(KiviAxisTest, SpecificationVectorValues) {
   const std::vector<float> rows = {.2f, -.4f, .6f,  .1f, 1,  1,    1,    1,
                                    0,   .3f,  -.3f, .9f, -1, -.5f, .25f, 2};
   // The vectors have four channels; a head has a multiple of eight: each row is given twice.
-  std::vector<float> k(4 * 8, 0.0f), v;
+  std::vector<float> k(32, 0.0f), v;
   for (size_t t = 0; t < 4; ++t) {
     for (int twice = 0; twice < 2; ++twice)
       v.insert(v.end(), rows.begin() + 4 * t, rows.begin() + 4 * t + 4);
@@ -216,16 +216,17 @@ TEST(KiviAxisTest, ExactValuesAreIdempotent) {
   std::mt19937 rng(8);
   for (uint32_t bits : {2u, 4u}) {
     const uint32_t levels = 1u << bits;
-    std::vector<float> k(8 * 16), v(8 * 16);
+    const float top = static_cast<float>(levels - 1);
+    std::vector<float> k(size_t{8} * 16), v(size_t{8} * 16);
     for (float& x : k) x = static_cast<float>(rng() % levels) * 0.25f - 2.0f;
     for (float& x : v) x = static_cast<float>(rng() % levels) * 0.5f + 1.0f;
     for (size_t i = 0; i < 16; ++i) {  // both ends occur in each group
       k[i] = -2.0f;
-      k[16 + i] = (levels - 1) * 0.25f - 2.0f;
+      k[16 + i] = top * 0.25f - 2.0f;
     }
     for (size_t t = 0; t < 8; ++t) {
       v[t * 16] = 1.0f;
-      v[t * 16 + 1] = (levels - 1) * 0.5f + 1.0f;
+      v[t * 16 + 1] = top * 0.5f + 1.0f;
     }
     const Block first(bits, 8, 16, 16, 8, k, v);
     EXPECT_EQ(first.k_hat, k);
@@ -238,7 +239,7 @@ TEST(KiviAxisTest, ExactValuesAreIdempotent) {
 TEST(KiviAxisTest, PartialWindowLeavesMissingTokensOutOfTheGrid) {
   std::mt19937 rng(9);
   for (uint32_t n = 1; n <= 8; ++n) {
-    const std::vector<float> k = Random(rng, n * 16), v = Random(rng, n * 16);
+    const std::vector<float> k = Random(rng, size_t{n} * 16), v = Random(rng, size_t{n} * 16);
     const Block b(2, 8, 16, 16, n, k, v);
     ExpectErrorBound(b, k, v);
     for (size_t c = 0; c < 16; ++c) {
@@ -253,7 +254,7 @@ TEST(KiviAxisTest, PartialWindowLeavesMissingTokensOutOfTheGrid) {
 }
 
 TEST(KiviAxisTest, ConstantGroups) {
-  const std::vector<float> x(8 * 8, -3.5f);
+  const std::vector<float> x(64, -3.5f);
   const Block b(2, 8, 8, 8, 8, x, x);
   EXPECT_EQ(b.k_hat, x);
   EXPECT_EQ(b.v_hat, x);
@@ -262,7 +263,7 @@ TEST(KiviAxisTest, ConstantGroups) {
     EXPECT_EQ(b.v_scale(i), 1.0f);
   }
   // A spread below the smallest f16 counts as constant.
-  std::vector<float> nearly(8 * 8, 0.0f);
+  std::vector<float> nearly(64, 0.0f);
   nearly[3] = 1e-9f;
   const Block c(2, 8, 8, 8, 8, nearly, nearly);
   EXPECT_EQ(c.k_scale(3), 1.0f);
@@ -270,7 +271,7 @@ TEST(KiviAxisTest, ConstantGroups) {
 }
 
 TEST(KiviAxisTest, AllZeroes) {
-  const std::vector<float> zeros(8 * 8, 0.0f);
+  const std::vector<float> zeros(64, 0.0f);
   const Block b(4, 8, 8, 8, 8, zeros, zeros);
   EXPECT_EQ(b.k_hat, zeros);
   EXPECT_EQ(b.v_hat, zeros);
@@ -278,7 +279,7 @@ TEST(KiviAxisTest, AllZeroes) {
 
 // bf16 rows reach 3e38; the f16 grid ends at 65504.
 TEST(KiviAxisTest, GridsBeyondF16Clamp) {
-  std::vector<float> x(8 * 8, 0.0f);
+  std::vector<float> x(64, 0.0f);
   x[0] = -1e30f;
   x[8] = 1e30f;
   x[1] = std::numeric_limits<float>::max();
@@ -325,12 +326,12 @@ TEST(KiviAxisTest, EitherSideMayBeDecodedAlone) {
 
 // Ties of the grid go to the even code: 0.5 to 0 and 2.5 to 2.
 TEST(KiviAxisTest, RoundsHalfToEven) {
-  std::vector<float> k(4 * 8, 0.0f), v(4 * 8, 0.0f);
+  std::vector<float> k(32, 0.0f), v(32, 0.0f);
   const float channel[4] = {0.0f, 3.0f, 0.5f, 2.5f};  // scale 1, zero 0
   for (size_t t = 0; t < 4; ++t) k[t * 8] = channel[t];
   const Block b(2, 4, 8, 8, 4, k, v);
-  EXPECT_EQ(b.k_hat[2 * 8], 0.0f);
-  EXPECT_EQ(b.k_hat[3 * 8], 2.0f);
+  EXPECT_EQ(b.k_hat[16], 0.0f);
+  EXPECT_EQ(b.k_hat[24], 2.0f);
 }
 
 }  // namespace

@@ -13,18 +13,16 @@
 // in full precision, every window stays there.
 //
 // In steps:
-//   1. rank      score descending, NaN last; ties: windows that are in the tier already, then the
-//   older one
-//   2. full      F = the first K_f of the ranking
-//                  promotion=none:    packed windows do not compete for F
-//                  promotion=pinned:  a packed window in F stays packed; M_f - M_q bytes go to the
-//                  packed tier
-//   3. dormant   with charge_dormant each window of F that has codes costs the packed tier M_q (its
-//   codes)
-//   4. packed    Q = the next windows of the ranking, as many as the bytes of the packed tier still
-//   pay
-//   5. slack     with fill_slack windows that were never quantized stay full while bytes are left,
-//   best first
+//   1. rank     score descending, NaN last; ties: windows that are in the tier already, then the
+//               older one
+//   2. full     F = the first K_f of the ranking
+//                 promotion=none:   packed windows do not compete for F
+//                 promotion=pinned: a packed window in F stays packed; M_f - M_q bytes of it go to
+//                                   the packed tier
+//   3. dormant  with charge_dormant each window of F that has codes costs the packed tier M_q
+//   4. packed   Q = the next windows of the ranking, as many as the packed tier's bytes still pay
+//   5. slack    with fill_slack windows that were never quantized stay full while bytes are left,
+//               best first
 //
 // The dormant charge can exceed the packed tier's whole share when q is small: F may then hold more
 // ledger entries than K_q. The paper is silent. Here F gives up its last windows until F and its

@@ -1,15 +1,15 @@
-// Rankers: from the attention mass that falls on a window to one "higher is better" score, step by
-// step. Source: QEvict (arXiv 2608.05326) for the cumulative score; the others as defined in
+// Rankers: from the attention mass that falls on a window to one "higher is better" score.
+// Source: QEvict (arXiv 2608.05326) for the cumulative score; the others as defined in
 // docs/policies.md, section 6.
 //
-//   c_t(w) = (1/H_q) * sum over query heads h and tokens i of w of the attention probability
-//   a_t^h(i)
+//   c_t(w) = (1/H_q) * sum over query heads h, tokens i of w of the attention probability a_t^h(i)
 //
-//   cumulative   S += c_t                       (paper: never decays)
-//   ema          S <- l*S + (1-l)*c_t           l = ema_lambda, per query row; the prompt's rows by
-//   the same recursion p_norm       S += (1/H) * sum_h (sum_i a_t^h(i))^p          same order as
-//   its p-th root key_norm     S = sign * mean over kv heads and tokens of |k_i|, once, when the
-//   window is complete
+//   cumulative   S += c_t                     paper: never decays
+//   ema          S <- l*S + (1-l)*c_t         l = ema_lambda, per query row, prompt rows included
+//   p_norm       S += (1/H) * sum over heads of (sum over i of a_t^h(i))^p
+//                                             ranks like its p-th root
+//   key_norm     S = sign * mean over kv heads and tokens of |k_i|
+//                                             once, when the window is complete
 //
 // The attention kernel returns masses summed over the query rows of a call and over the query heads
 // of a kv head. cumulative needs no more. ema is exact for one row (every decode step); a call of n
@@ -34,8 +34,8 @@ struct WindowMasses {
   uint32_t n_kv_heads;  ///< heads that share a ranking: all of a layer, or 1 for Config::per_head
   uint32_t n_gqa;       ///< query heads summed in each mass
   uint32_t n_rows;      ///< query rows summed in each mass; 0 leaves all scores as they are
-  uint32_t repeat =
-      1;  ///< counts the call as so many equal ones (Config::event_scores: the interval)
+  /// Counts the call as so many equal ones (Config::event_scores: the interval).
+  uint32_t repeat = 1;
 };
 
 /// Brings one score up to date. `index` is the window's column in `masses`. Pure; fp32 result of
