@@ -29,6 +29,7 @@ bool IsVirtual(const ggml_tensor* tensor) {
 
 void FreeBuffer(ggml_backend_buffer_t buffer) {
   BufferContext* context = Context(buffer);
+  if (context->group) context->group->LogSummary();
   if (context->group && context->session) std::erase(context->session->groups, context->group.get());
   if (context->base) munmap(context->base, context->size);
   delete context;

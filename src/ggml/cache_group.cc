@@ -128,6 +128,16 @@ uint64_t CacheGroup::f16_bytes() const {
   return bytes;
 }
 
+void CacheGroup::LogSummary() const {
+  if (!cache_) return;
+  const CacheStats s = cache_->Stats();
+  if (s.events == 0) return;
+  LogInfo("KV bytes " + MiB(s.bytes.total()) + " (full " + MiB(s.bytes.full) + ", packed " + MiB(s.bytes.packed) + ", dormant " +
+          MiB(s.bytes.dormant) + ", tables " + MiB(s.bytes.tables) + ", slack " + MiB(s.bytes.slack) + "), f16 cache of the same tokens " +
+          MiB(s.f16_bytes) + "; " + std::to_string(s.events) + " events, " + std::to_string(s.promotions) + " promotions, " +
+          std::to_string(s.demotions) + " demotions, " + std::to_string(s.evictions) + " evictions");
+}
+
 uint64_t CacheGroup::workspace_bytes() const {
   uint64_t bytes = workspace_.bytes() + (bits_scratch_.capacity() + bias_scratch_.capacity() + mass_scratch_.capacity()) * 4;
   for (const MaskBits& mask : masks_) bytes += mask.bytes();

@@ -72,6 +72,8 @@ class CacheGroup {
   /// qevict_get_layer() for one layer: entries there are, at most `capacity` written.
   int DumpLayer(uint32_t il, uint32_t* births, uint8_t* tiers, float* scores, uint32_t capacity);
 
+  /// One log line about what was held and done; at the end of a cache that was routed.
+  void LogSummary() const;
   /// Makes the KvCache if the shapes are known. Fails if they are not, or if the budget cannot hold them.
   Status EnsureCache();
   KvCache* cache() { return cache_.get(); }
