@@ -72,8 +72,8 @@ uint64_t KvCache::Impl::TotalBudget() const {
 }
 
 /// With prefill = full the limit waits until every sequence has had its first event.
-bool KvCache::Impl::LimitInForce() const {
-  if (!Routes() || routing_all) return false;
+bool KvCache::Impl::LimitWanted() const {
+  if (!Routes()) return false;
   if (Bounded()) return true;
   bool any = false;
   for (const auto& s : sequences) {
@@ -128,7 +128,14 @@ uint64_t KvCache::Impl::Limit() const {
   return TotalBudget() + (config.charge_dormant ? 0 : DormantBytes());
 }
 
+/// The limit comes into force when it is wanted and kept (bounded: from the start), and stays as
+/// long as it is wanted.
 void KvCache::Impl::UpdateLimit() {
+  if (!LimitWanted()) {
+    limit_on = false;
+  } else if (HeldBytes() <= Limit()) {
+    limit_on = true;
+  }
   if (!LimitInForce()) {
     arena.SetLimit(SIZE_MAX);
     return;

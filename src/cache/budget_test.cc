@@ -5,7 +5,9 @@
 namespace qevict {
 namespace {
 
-std::vector<LayerShape> SmallModel() { return {Shape(2, 64, 64), Shape(2, 64, 64), Shape(2, 64, 64)}; }
+std::vector<LayerShape> SmallModel() {
+  return {Shape(2, 64, 64), Shape(2, 64, 64), Shape(2, 64, 64)};
+}
 
 uint64_t F16Bytes(const std::vector<LayerShape>& shapes, uint64_t tokens) {
   uint64_t bytes = 0;

@@ -182,6 +182,7 @@ int32_t KvCache::tail_pos(SeqId seq) const {
 
 Status KvCache::Append(std::span<const TokenSpec> tokens, std::vector<TokenRef>& refs) {
   refs.clear();
+  impl_->FinishRestore();
   QEVICT_RETURN_IF_ERROR(impl_->CheckAppend(tokens));
   for (const TokenSpec& t : tokens) refs.push_back(impl_->AppendOne(t));
   impl_->FinishChange();
@@ -200,6 +201,7 @@ Status KvCache::WriteV(uint32_t il, std::span<const TokenRef> refs, const float*
 
 void KvCache::Kill(uint32_t stream, uint32_t cell) {
   if (stream >= impl_->n_streams) return;
+  impl_->FinishRestore();
   impl_->ReleaseCell(stream, cell);
   impl_->FinishChange();
 }
@@ -238,33 +240,33 @@ void KvCache::AddMass(uint32_t il, std::span<const WindowId> ids, const float* m
 }
 
 bool KvCache::NoteStep(SeqId seq, uint32_t n, bool decode) {
+  impl_->FinishRestore();
   return impl_->NoteStep(seq, n, decode);
+}
+
+Status KvCache::Impl::CheckedAfterRoute(Status status) {
+  FinishChange();
+  if (!status.ok() || !config.check) return status;
+  const std::vector<std::string> violations = Validate();
+  return violations.empty() ? status : Internal(violations.front());
 }
 
 Status KvCache::Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, ParallelFor& pool) {
   const uint64_t start = Nanoseconds();
+  impl_->FinishRestore();
   Status status = impl_->Route(il, seq, reserve_tokens, pool);
-  impl_->FinishChange();
-  impl_->counters.route_ns += Nanoseconds() - start;
   if (status.ok() && il + 1 == n_layers() && impl_->Routes()) ++impl_->counters.events;
-  if (status.ok() && impl_->config.check) {
-    const std::vector<std::string> violations = Validate();
-    if (!violations.empty()) return Internal(violations.front());
-  }
-  return status;
+  impl_->counters.route_ns += Nanoseconds() - start;
+  return impl_->CheckedAfterRoute(std::move(status));
 }
 
 Status KvCache::RouteAll(SeqId seq, uint32_t reserve_tokens, ParallelFor& pool) {
-  // Layers may gain bytes before others give theirs up: the limit counts at the end.
-  impl_->routing_all = true;
-  Status status;
-  for (uint32_t il = 0; il < n_layers() && status.ok(); ++il) {
-    if (il + 1 == n_layers()) impl_->routing_all = false;
-    status = Route(il, seq, reserve_tokens, pool);
-  }
-  impl_->routing_all = false;
-  impl_->UpdateLimit();
-  return status;
+  const uint64_t start = Nanoseconds();
+  impl_->FinishRestore();
+  Status status = impl_->RouteAll(seq, reserve_tokens, pool);
+  if (status.ok() && impl_->Routes()) ++impl_->counters.events;
+  impl_->counters.route_ns += Nanoseconds() - start;
+  return impl_->CheckedAfterRoute(std::move(status));
 }
 
 bool KvCache::NeedsBoundedRoute(uint32_t il, SeqId seq) const {
@@ -289,8 +291,12 @@ Status KvCache::SetBudgetTokens(uint32_t tokens) {
 }
 
 void KvCache::Clear() { impl_->Clear(); }
-Status KvCache::CopyStream(uint32_t src, uint32_t dst) { return impl_->CopyStream(src, dst); }
+Status KvCache::CopyStream(uint32_t src, uint32_t dst) {
+  impl_->FinishRestore();
+  return impl_->CopyStream(src, dst);
+}
 Status KvCache::ShiftPositions(std::span<const int32_t> delta) {
+  impl_->FinishRestore();
   return impl_->ShiftPositions(delta);
 }
 void KvCache::RotateLayer(uint32_t il, std::span<const int32_t> delta, ParallelFor& pool) {

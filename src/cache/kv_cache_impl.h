@@ -149,27 +149,31 @@ struct LayerSeq {
   bool routed = false;  // since the sequence began
 };
 
-struct Sequence {
-  uint32_t stream = 0;
-  std::vector<WindowId> windows;
-  std::vector<LayerSeq> layers;
+/// Plain facts of a sequence: what a copy of it shares.
+struct SequenceFacts {
   uint64_t appended = 0;  // tokens counted for sinks
   uint64_t live = 0;      // tokens in windows, not dead
   uint64_t evicted = 0;   // tokens evicted in every layer, not dead
-  TokenRef tail;
-  int32_t tail_pos = 0;
+  uint64_t decode_steps = 0;
   uint64_t activity = 0;  // time of the last step
-  uint64_t created = 0;   // creation number: oldest first
+  int32_t tail_pos = 0;
+  uint32_t reserved = 0;      // tokens promised by the last Route and not appended yet
+  uint32_t chunk_tokens = 0;  // longest prompt chunk so far
+  bool had_tokens = false;
   bool prompt_phase = true;
   bool decoded = false;      // a decode step has been noted
   bool first_event = false;  // all layers have been routed once
   bool event_step = false;   // the step in progress is an event
-  uint64_t decode_steps = 0;
-  bool had_tokens = false;
-  uint32_t reserved = 0;      // tokens promised by the last Route and not appended yet
-  uint32_t chunk_tokens = 0;  // longest prompt chunk so far
 
   bool empty() const { return live + evicted == 0; }
+};
+
+struct Sequence : SequenceFacts {
+  uint32_t stream = 0;
+  uint64_t created = 0;  // creation number: oldest first
+  std::vector<WindowId> windows;
+  std::vector<LayerSeq> layers;
+  TokenRef tail;
 };
 
 struct Stream {
@@ -198,7 +202,13 @@ struct SeqPlan {
   std::vector<uint32_t> index;  // unit of each candidate
 };
 
+struct RestoreSession;
+struct RowRecord;
+
 struct KvCache::Impl {
+  Impl();
+  ~Impl();
+
   // --- fixed at creation ---
   Config config;
   std::vector<LayerState> layers;
@@ -220,13 +230,12 @@ struct KvCache::Impl {
   int32_t max_pos = 0;
   uint64_t unit_table_bytes = 0;  // capacity of all unit vectors
   CacheStats counters;            // events, promotions, ... and peaks
+  bool limit_on = false;
   bool routing_all = false;
 
   std::vector<uint8_t*> write_blocks;  // scratch of Write
 
-  // --- restore in progress (state_rows.cc) ---
-  SeqId restore_seq = kNone;
-  uint32_t restore_stream = 0, restore_next_cell = 0;
+  std::unique_ptr<RestoreSession> restore;  // null between restores (restore.cc)
 
   // storage.cc
   Status InitPools(std::vector<LayerShape> shapes);
@@ -279,6 +288,7 @@ struct KvCache::Impl {
   void ReleaseRecord(WindowId w);
   void DropSequenceIfDead(SeqId id);
   void DropSequence(SeqId id);
+  void RemoveUnit(uint32_t il, UnitRecord& u);
   void FinishChange();
   uint32_t CountNewWindows(const Sequence& s, uint32_t n) const;
   uint32_t* CellsOf(WindowId w) { return window_cells.data() + size_t{w} * config.window; }
@@ -295,7 +305,8 @@ struct KvCache::Impl {
   uint32_t Recents() const;
   uint64_t DomainBudget() const;  // of one stream (fraction), or of all
   uint64_t TotalBudget() const;
-  bool LimitInForce() const;
+  bool LimitWanted() const;
+  bool LimitInForce() const { return limit_on && !routing_all; }
   bool RoutedSequence(const Sequence& s) const { return Bounded() || s.first_event; }
   uint64_t TableBytes() const;
   uint64_t FixedTableBytes() const;
@@ -315,6 +326,8 @@ struct KvCache::Impl {
   // routing.cc
   bool NoteStep(SeqId seq, uint32_t n, bool decode);
   Status Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, ParallelFor& pool);
+  Status RouteAll(SeqId seq, uint32_t reserve_tokens, ParallelFor& pool);
+  Status CheckedAfterRoute(Status status);
   bool NeedsBoundedRoute(uint32_t il, SeqId seq) const;
   void AddMass(uint32_t il, std::span<const WindowId> ids, const float* mass, size_t head_stride,
                uint32_t n_heads, uint32_t n_queries);
@@ -338,11 +351,47 @@ struct KvCache::Impl {
   // copy.cc, shift.cc, state_rows.cc, validate.cc
   void Clear();
   Status CopyStream(uint32_t src, uint32_t dst);
+  void CopySequence(SeqId from, uint32_t stream);
+  void DropStream(uint32_t stream);
+  void CountSlots(uint32_t stream, size_t pool, size_t& n_full, size_t& n_packed) const;
+  uint32_t DuplicateSlot(uint32_t il, bool packed, uint32_t slot, WindowId owner);
+  void DuplicateUnit(uint32_t il, const UnitRecord& from, WindowId to);
+  Status ReserveSplits(const std::vector<std::pair<WindowId, uint32_t>>& splits);
+  bool MakeRoomForSplits(const std::vector<std::pair<WindowId, uint32_t>>& splits);
+  void SplitWindow(WindowId id, uint32_t live, int32_t delta);
+  void RotateUnit(uint32_t il, const UnitRecord& u, const int32_t* delta);
+  void ScaleKeyGrid(uint32_t il, const UnitRecord& u, float factor);
   Status ShiftPositions(std::span<const int32_t> delta);
   void RotateLayer(uint32_t il, std::span<const int32_t> delta, ParallelFor& pool);
+  size_t RowWords(uint32_t il, bool is_k) const {
+    const LayerShape& shape = PoolsOf(il).shape;
+    return size_t{shape.n_kv_heads} * (is_k ? shape.head_dim : shape.head_dim_v);
+  }
   void ReadRow(uint32_t il, uint32_t stream, uint32_t cell, bool is_k, uint16_t* row) const;
+  void ReadFullRow(uint32_t il, const UnitRecord& u, uint32_t t, bool is_k, uint16_t* row) const;
+  void WriteFullRow(uint32_t il, const UnitRecord& u, uint32_t t, bool is_k, const uint16_t* row);
+  void CopyShare(uint32_t il, uint8_t* slot, bool is_k, const RowRecord& record, uint8_t* bytes,
+                 bool to_slot) const;
+  void ReadDecodedRow(uint32_t il, const UnitRecord& u, uint32_t t, bool is_k, uint16_t* row) const;
+  bool SharesFit(uint32_t il, uint32_t n) const;
+  size_t PartBytes(uint32_t il, bool is_k) const;
   Status RestoreRows(uint32_t il, uint32_t stream, uint32_t cell0, uint32_t n, bool is_k,
                      const uint16_t* rows);
+  void BeginRestore(uint32_t il, uint32_t stream, bool is_k);
+  void FinishRestore();
+  void ForgetRestore(SeqId seq);
+  void ForgetRestoredWindow(WindowId id);
+  Status RestoreRow(uint32_t il, uint32_t stream, uint32_t cell, bool is_k, const uint16_t* row);
+  Status RestoreToken(uint32_t il, uint32_t cell, const RowRecord* record, const uint16_t* row,
+                      TokenRef& ref);
+  WindowId RestoredWindow(const RowRecord& record);
+  Status RestoreUnit(uint32_t il, TokenRef ref, bool is_k, const RowRecord* record,
+                     const uint16_t* row);
+  Status RestoreShare(uint32_t il, TokenRef ref, bool is_k, const RowRecord& record,
+                      const uint16_t* row);
+  Status CreatePackedUnit(uint32_t il, WindowId w, float score);
+  bool MakeRoomForRestore(uint32_t il);
+  void SortRestored(SeqId seq);
   CacheStats Stats() const;
   std::vector<std::string> Validate() const;
   void ValidateWindows(std::vector<std::string>& out) const;

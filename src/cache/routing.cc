@@ -8,6 +8,7 @@
 // If mandatory bytes exceed the share, recents of other sequences lose their protection, longest
 // idle first; only then the call fails.
 #include "cache/kv_cache_impl.h"
+#include "cache/restore.h"
 #include "policy/rankers.h"
 
 namespace qevict {
@@ -34,7 +35,7 @@ bool KvCache::Impl::NoteStep(SeqId seq, uint32_t n, bool decode) {
     s->chunk_tokens = std::max(s->chunk_tokens, n);
     s->reserved = 0;
   }
-  if (!due && LimitInForce() && RoutedSequence(*s)) due = !FitsNext(*s, n);
+  if (!due && LimitWanted() && RoutedSequence(*s)) due = !FitsNext(*s, n);
   s->event_step = due;
   return due;
 }
@@ -115,7 +116,8 @@ void KvCache::Impl::ScoreByKeyNorm(uint32_t il, UnitRecord& u) const {
 void KvCache::Impl::CollectCandidates(uint32_t il, SeqPlan& plan) {
   Sequence& s = *sequences[plan.id];
   const uint64_t full_cost = PoolsOf(il).costs().full_bytes;
-  const uint32_t first_recent = plan.protect_recents ? FirstRecentBirth(s) : kNone;
+  const bool restoring = restore && restore->seq == plan.id;
+  const uint32_t first_recent = restoring ? 0 : plan.protect_recents ? FirstRecentBirth(s) : kNone;
   plan.mandatory = 0;
   plan.candidates.clear();
   plan.index.clear();
@@ -201,6 +203,30 @@ Status KvCache::Impl::Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, Par
   self->first_event =
       self->first_event || std::all_of(self->layers.begin(), self->layers.end(),
                                        [](const LayerSeq& ls) { return ls.routed; });
+  return {};
+}
+
+/// Layers may gain bytes before others give theirs up: the limit counts at the end. It may come
+/// into force with this event (prefill = full); then other streams that grew meanwhile are routed
+/// too.
+Status KvCache::Impl::RouteAll(SeqId seq, uint32_t reserve_tokens, ParallelFor& pool) {
+  const auto route_layers = [&](SeqId id, uint32_t reserve) {
+    routing_all = true;
+    Status status;
+    for (uint32_t il = 0; il < layers.size() && status.ok(); ++il) {
+      status = Route(il, id, reserve, pool);
+    }
+    routing_all = false;
+    FinishChange();
+    return status;
+  };
+  QEVICT_RETURN_IF_ERROR(route_layers(seq, reserve_tokens));
+  if (!LimitWanted() || !Seq(seq)) return {};
+  const uint32_t own = sequences[seq]->stream;
+  for (SeqId id = 0; id < sequences.size() && HeldBytes() > Limit(); ++id) {
+    if (!sequences[id] || sequences[id]->stream == own || sequences[id]->empty()) continue;
+    QEVICT_RETURN_IF_ERROR(route_layers(id, sequences[id]->reserved));
+  }
   return {};
 }
 

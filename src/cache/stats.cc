@@ -2,6 +2,7 @@
 #include <bit>
 
 #include "cache/kv_cache_impl.h"
+#include "cache/restore.h"
 
 namespace qevict {
 
@@ -56,7 +57,7 @@ void KvCache::Impl::Clear() {
   max_pos = 0;
   unit_table_bytes = 0;
   counters = {};
-  restore_seq = kNone;
+  restore.reset();
   arena.ResetPeak();
   UpdateLimit();
 }

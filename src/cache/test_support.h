@@ -1,5 +1,5 @@
-// A small engine for the tests of src/cache: drives a KvCache in the order in which the plug-in does,
-// with rows that are a function of (token number, layer), and reads rows back through View.
+// A small engine for the tests of src/cache: drives a KvCache in the order in which the plug-in
+// does, with rows that are a function of (token number, layer), and reads rows back through View.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -23,7 +23,8 @@ namespace qevict {
 
 /// Cheap hash of integers to a float in (-1, 1).
 inline float Noise(uint64_t a, uint64_t b, uint64_t c) {
-  uint64_t x = a * 0x9E3779B97F4A7C15u ^ (b + 1) * 0xC2B2AE3D27D4EB4Fu ^ (c + 7) * 0x165667B19E3779F9u;
+  uint64_t x =
+      a * 0x9E3779B97F4A7C15u ^ (b + 1) * 0xC2B2AE3D27D4EB4Fu ^ (c + 7) * 0x165667B19E3779F9u;
   x ^= x >> 29;
   x *= 0xBF58476D1CE4E5B9u;
   x ^= x >> 32;
@@ -46,7 +47,8 @@ struct TokenRows {
   std::vector<uint16_t> k, v;
 };
 
-/// One cache with its layers, and the bookkeeping of an engine: next position and cell per sequence.
+/// One cache with its layers, and the bookkeeping of an engine: next position and cell per
+/// sequence.
 class Engine {
  public:
   Engine(Config config, std::vector<LayerShape> shapes, uint32_t n_streams, uint32_t n_cells)
@@ -130,7 +132,8 @@ class Engine {
     return {};
   }
 
-  /// Row of one token as attention sees it: f32 [head][channel], keys after RoPE. Empty: not accessible.
+  /// Row of one token as attention sees it: f32 [head][channel], keys after RoPE. Empty: not
+  /// accessible.
   std::vector<float> Read(uint32_t il, TokenRef token, bool is_k, bool* packed = nullptr) const {
     std::vector<kernels::WindowRef> refs;
     std::vector<WindowId> ids;
@@ -184,8 +187,8 @@ class Engine {
   Status status;
   std::vector<TokenRef> last_refs;
   uint64_t n_due = 0;
-  bool masses = true;                 ///< add random masses after each layer
-  uint64_t first_id_ = 0;             ///< number of the next token
+  bool masses = true;      ///< add random masses after each layer
+  uint64_t first_id_ = 0;  ///< number of the next token
 
  private:
   Status StoreLayer(uint32_t il, const std::vector<TokenRef>& refs) {
@@ -197,9 +200,9 @@ class Engine {
         const std::vector<float> row = RowOf(first_id_ + i, il, is_k);
         rows.insert(rows.end(), row.begin(), row.end());
       }
-      Status status = is_k ? cache_->WriteK(il, refs, rows.data(), width, *pool_)
-                           : cache_->WriteV(il, refs, rows.data(), width, *pool_);
-      QEVICT_RETURN_IF_ERROR(status);
+      Status written = is_k ? cache_->WriteK(il, refs, rows.data(), width, *pool_)
+                            : cache_->WriteV(il, refs, rows.data(), width, *pool_);
+      QEVICT_RETURN_IF_ERROR(written);
     }
     return {};
   }
@@ -221,7 +224,8 @@ class Engine {
         cache_->AddMass(il, ids, mass.data(), ids.size(), heads, n);
       }
       if (cache_->NeedsBoundedRoute(il, seq)) {
-        QEVICT_RETURN_IF_ERROR(cache_->Route(il, seq, static_cast<uint32_t>(tokens.size()), *pool_));
+        QEVICT_RETURN_IF_ERROR(
+            cache_->Route(il, seq, static_cast<uint32_t>(tokens.size()), *pool_));
       }
     }
     return {};

@@ -7,6 +7,7 @@
 #include <bit>
 
 #include "cache/kv_cache_impl.h"
+#include "cache/row_format.h"
 
 namespace qevict {
 
@@ -73,7 +74,10 @@ Status KvCache::Impl::CheckAppend(std::span<const TokenSpec> tokens) {
                         std::to_string(cells_per_stream) + " cells of a stream");
     }
     if (t.positional) {
-      if (t.pos < 0) return InvalidArgument("position " + std::to_string(t.pos) + " is negative");
+      if (t.pos < 0 || t.pos >= kMaxPosition) {
+        return InvalidArgument("position " + std::to_string(t.pos) + " lies outside 0..." +
+                               std::to_string(kMaxPosition));
+      }
       highest = std::max(highest, t.pos);
     }
     const bool continues = i > 0 && tokens[i - 1].seq == t.seq &&
@@ -195,23 +199,24 @@ void KvCache::Impl::KillToken(TokenRef ref) {
   if (w.live == 0) FreeWindow(ref.window);
 }
 
+/// Frees the slots of a unit and its record.
+void KvCache::Impl::RemoveUnit(uint32_t il, UnitRecord& u) {
+  if (u.has_codes()) RemovePackedSlot(il, u);
+  if (u.has_full()) RemoveFullSlot(il, u);
+  std::vector<UnitRecord>& units = sequences[windows[u.window].seq]->layers[il].units;
+  --windows[u.window].n_units;
+  units.erase(units.begin() + (&u - units.data()));
+}
+
 /// Removes a window whose tokens are all dead from every layer.
 void KvCache::Impl::FreeWindow(WindowId id) {
   WindowRecord& w = windows[id];
   Sequence& s = *sequences[w.seq];
   for (uint32_t il = 0; il < layers.size(); ++il) {
-    UnitRecord* u = FindUnit(w.seq, il, id);
-    if (!u) continue;
-    // The record leaves first: removing a slot looks other units up, never this one.
-    UnitRecord gone = *u;
-    if (gone.has_codes()) RemovePackedSlot(il, *u);
-    if (gone.has_full()) RemoveFullSlot(il, *u);
-    std::vector<UnitRecord>& units = s.layers[il].units;
-    units.erase(units.begin() + (u - units.data()));
+    if (UnitRecord* u = FindUnit(w.seq, il, id)) RemoveUnit(il, *u);
   }
-  w.n_units = 0;
   if (s.windows.back() == id) {
-    s.appended -= w.n_tokens;  // a tail was taken back
+    s.appended -= std::min<uint64_t>(s.appended, w.n_tokens);  // a tail was taken back
     s.windows.pop_back();
   } else {
     s.windows.erase(std::find(s.windows.begin(), s.windows.end(), id));
@@ -235,6 +240,7 @@ void KvCache::Impl::DropEvictedWindow(WindowId id) {
 }
 
 void KvCache::Impl::ReleaseRecord(WindowId id) {
+  ForgetRestoredWindow(id);
   windows[id] = WindowRecord{};
   windows[id].seq = free_window;
   free_window = id;
@@ -262,7 +268,7 @@ void KvCache::Impl::DropSequence(SeqId id) {
     }
   }
   for (const LayerSeq& ls : s.layers) unit_table_bytes -= CapacityBytes(ls.units);
-  if (restore_seq == id) restore_seq = kNone;
+  ForgetRestore(id);
   sequences[id].reset();
 }
 
