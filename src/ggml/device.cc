@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <string>
@@ -113,6 +114,12 @@ bool IsViewOp(ggml_op op) {
          op == GGML_OP_TRANSPOSE;
 }
 
+// Positions are read where the rows behind a ROPE are written, which can be after the last ROPE of the graph: this is asked
+// before memory is planned, and an output's memory is not given to another tensor.
+void KeepPositions(const ggml_tensor* set_rows) {
+  if (const ggml_tensor* rope = FindRope(set_rows->src[0])) ggml_set_output(rope->src[1]);
+}
+
 bool SupportsOp(ggml_backend_dev_t, const ggml_tensor* op) {
   const ggml_tensor* root = Root(op);
   const bool ours = IsOurs(root->buffer);
@@ -126,7 +133,9 @@ bool SupportsOp(ggml_backend_dev_t, const ggml_tensor* op) {
     Refuse(cache, op);
     return true;
   }
-  return ours && IsCacheTensor(root);
+  if (!ours || !IsCacheTensor(root)) return false;
+  if (op->op == GGML_OP_SET_ROWS) KeepPositions(op);
+  return true;
 }
 
 bool SupportsBuft(ggml_backend_dev_t, ggml_backend_buffer_type_t buft) {
@@ -157,8 +166,24 @@ const char* RegName(ggml_backend_reg_t) { return "QEVICT"; }
 size_t DeviceCount(ggml_backend_reg_t) { return 1; }
 ggml_backend_dev_t GetDevice(ggml_backend_reg_t, size_t) { return Device(); }
 
+// Host options can leave layers outside the device without a word (-nkvo, -ngl below the number of layers).
+void WarnUncompressed(Session& session) {
+  if (session.coverage_checked) return;
+  session.coverage_checked = true;
+  int first = -1;
+  for (const CacheGroup* group : session.groups) {
+    for (const LayerBinding& layer : group->layers()) first = first < 0 ? layer.model_layer : std::min(first, layer.model_layer);
+  }
+  if (first < 0) {
+    LogWarn("the KV cache of this context is not on QEVICT and stays uncompressed: remove -nkvo and -ngl 0");
+  } else if (first > 0) {
+    LogWarn("layers 0..." + std::to_string(first - 1) + " are not on QEVICT and stay uncompressed: use -ngl 99");
+  }
+}
+
 void SetThreads(ggml_backend_t backend, int n_threads) {
   Session* session = SessionOf(backend);
+  WarnUncompressed(*session);
   session->pool.set_n_threads(n_threads > 0 ? static_cast<unsigned>(n_threads) : 1u);
   for (CacheGroup* group : session->groups) group->NoteGraph();
 }

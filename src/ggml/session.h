@@ -25,6 +25,7 @@ class Session {
   std::vector<CacheGroup*> groups;  ///< registered by their buffers
   ggml_abort_callback abort_callback = nullptr;
   void* abort_data = nullptr;
+  bool coverage_checked = false;    ///< the host's options have been checked for uncompressed layers
   std::string refusal;              ///< not empty: compute buffers are refused with this sentence
 };
 
