@@ -171,6 +171,9 @@ class KvCache {
   /// and the rest restored), kResourceExhausted.
   Status RestoreRowsK(uint32_t il, uint32_t stream, uint32_t cell0, uint32_t n, const uint16_t* rows);
   Status RestoreRowsV(uint32_t il, uint32_t stream, uint32_t cell0, uint32_t n, const uint16_t* rows);
+  /// The rows have all arrived: restored sequences get their order and their tail. Every call that changes the cache does
+  /// this first; call it before asking for sequences, windows or tails after a restore.
+  void FinishRestore();
 
   CacheStats Stats() const;
   /// Resident bytes of the arena by the operating system.

@@ -316,6 +316,7 @@ Status KvCache::RestoreRowsV(uint32_t il, uint32_t stream, uint32_t cell0, uint3
                              const uint16_t* rows) {
   return impl_->RestoreRows(il, stream, cell0, n, false, rows);
 }
+void KvCache::FinishRestore() { impl_->FinishRestore(); }
 CacheStats KvCache::Stats() const { return impl_->Stats(); }
 uint64_t KvCache::ResidentBytes() const { return impl_->arena.ResidentBytes(); }
 std::vector<std::string> KvCache::Validate() const { return impl_->Validate(); }

@@ -72,6 +72,7 @@ Status CacheGroup::FlashAttention(const ggml_tensor* op, OmpPool& pool) {
   const LayerBinding& layer = layers_[il];
   // Layers share a mask as a rule, but need not (sliding windows in some layers of one cache).
   if (!step_open_ || masks_.empty() || op->src[3] != mask_tensor_) {
+    cache_->FinishRestore();
     highest_cell_.resize(n_streams_, 0);
     ReadMask(op);
     step_open_ = true;

@@ -39,6 +39,7 @@ Status CacheGroup::SetRows(const ggml_tensor* op, const ggml_cgraph* graph, OmpP
 
 Status CacheGroup::BeginStep(const ggml_tensor* op, const ggml_cgraph* graph, OmpPool& pool) {
   QEVICT_RETURN_IF_ERROR(EnsureCache());
+  cache_->FinishRestore();
   highest_cell_.resize(n_streams_, 0);
   std::fill(k_written_.begin(), k_written_.end(), uint8_t{0});
   step_open_ = true;
