@@ -59,6 +59,9 @@ class Cells {
   bool has(uint32_t stream, uint32_t cell, uint32_t seq) const {
     return (at(stream, cell).seqs >> seq & 1u) != 0;
   }
+  bool only(uint32_t stream, uint32_t cell, uint32_t seq) const {
+    return at(stream, cell).seqs == uint64_t{1} << seq;
+  }
   int32_t pos(uint32_t stream, uint32_t cell) const { return at(stream, cell).pos; }
   int32_t last_pos(uint32_t seq) const;
 

@@ -1,5 +1,6 @@
 #include "ggml/testing/twin.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -85,6 +86,7 @@ TwinReport Twin::RunInput(const StepInput& in, bool reuse, const GraphKind& kind
   report.status = last_ours_.status;
   if (last_ours_.status != GGML_STATUS_SUCCESS || theirs.status != GGML_STATUS_SUCCESS)
     return report;
+  report.violations = ours.cache()->Validate();
   for (uint32_t il = 0; il < in.mask_of.size(); ++il) {
     const LayerSpec& layer = ours.spec().layers[il];
     std::vector<StreamRows> streams;
@@ -107,6 +109,17 @@ TwinReport Twin::Step(const std::vector<Token>& batch, const GraphKind& kind) {
 
 TwinReport Twin::Restep(const std::vector<Token>& batch) { return RunInput(Input(batch), true); }
 
+std::set<SeqId> Twin::HoldersOf(uint32_t seq) {
+  std::set<SeqId> holders;
+  const uint32_t stream = cells.stream_of(seq);
+  for (uint32_t c = 0; c < cells.n_cells(); ++c) {
+    if (!cells.only(stream, c, seq)) continue;
+    const TokenRef ref = ours.cache()->lookup(stream, c);
+    holders.insert(ref.window == kNone ? kNone : ours.cache()->info(ref.window).seq);
+  }
+  return holders;
+}
+
 ggml_status Twin::Shift() {
   const std::vector<int32_t> shifts = cells.TakeShifts();
   const ggml_status status = ours.Shift(shifts);
@@ -117,6 +130,7 @@ ggml_status Twin::Shift() {
 
 void ExpectExact(const TwinReport& report, const char* what) {
   ASSERT_EQ(report.status, GGML_STATUS_SUCCESS) << what;
+  EXPECT_THAT(report.violations, ::testing::IsEmpty()) << what;
   static const bool print = std::getenv("QEVICT_TEST_PRINT") != nullptr;
   for (size_t il = 0; il < report.layers.size(); ++il) {
     const Error &ours = report.layers[il].ours, &ggml = report.layers[il].ggml;

@@ -2,6 +2,7 @@
 // memory, and both against the double-precision reference.
 #pragma once
 
+#include <set>
 #include <string>
 #include <vector>
 
@@ -22,6 +23,7 @@ struct TwinReport {
     Error ours, ggml;
   };
   std::vector<Layer> layers;
+  std::vector<std::string> violations;  ///< of the cache's invariants, after the step
 };
 
 class Twin {
@@ -47,6 +49,10 @@ class Twin {
   /// K-shift on both engines by what `cells` has accumulated. bf16 caches: on ours only (ggml has
   /// no bf16 rope).
   ggml_status Shift();
+
+  /// The plug-in's sequences that hold cells of `seq` alone (cells of a shared prefix are left
+  /// out).
+  std::set<SeqId> HoldersOf(uint32_t seq);
 
   const StepInput& last_input() const { return last_; }
   const StepOutput& last_ours() const { return last_ours_; }

@@ -1,0 +1,215 @@
+// With a budget: attention is what the stored windows say, scores are the column sums, events come
+// when they should, and the budget is never exceeded.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "ggml/testing/held.h"
+
+namespace qevict::plugin::testing {
+namespace {
+
+using ::testing::ElementsAre;
+
+CacheSpec Spec(uint32_t n_layers = 2, uint32_t n_cells = 512, uint32_t n_streams = 1) {
+  CacheSpec spec;
+  spec.layers.resize(n_layers);
+  spec.n_cells = n_cells;
+  spec.n_streams = n_streams;
+  return spec;
+}
+
+struct Setting {
+  const char* name;
+  const char* config;
+  int rope_mode = GGML_ROPE_TYPE_NEOX;
+  ggml_type type = GGML_TYPE_F16;
+  uint32_t head_dim = 64;
+  uint32_t n_gqa = 2;
+};
+
+class SettingTest : public ::testing::TestWithParam<Setting> {
+ protected:
+  static CacheSpec SpecOf(const Setting& s) {
+    CacheSpec spec = Spec();
+    for (LayerSpec& layer : spec.layers) {
+      layer.rope.mode = s.rope_mode;
+      layer.type_k = layer.type_v = s.type;
+      layer.head_dim = layer.head_dim_v = s.head_dim;
+      layer.n_gqa = s.n_gqa;
+    }
+    return spec;
+  }
+};
+
+TEST_P(SettingTest, PromptThenDecode) {
+  Twin twin(SpecOf(GetParam()), GetParam().config);
+  ASSERT_TRUE(twin.ours.ok());
+  ExpectHeld(RunHeld(twin, TokensOf(0, 0, 200)), "prompt");
+  ExpectHeld(RunHeld(twin, TokensOf(0, 200, 100)), "second chunk");
+  EXPECT_EQ(twin.ours.stats().packed_tokens, 0u);
+  for (int32_t pos = 300; pos < 340; ++pos) {
+    const HeldReport report = RunHeld(twin, TokensOf(0, pos, 1));
+    ExpectHeld(report, "decode at " + std::to_string(pos));
+    ASSERT_GT(report.budget_bytes, 0u);
+  }
+  const qevict_stats stats = twin.ours.stats();
+  EXPECT_GT(stats.packed_tokens, 0u);
+  EXPECT_LE(stats.peak_bytes, stats.budget_bytes);
+  EXPECT_EQ(stats.full_tokens + stats.packed_tokens + stats.evicted_tokens, 2 * 340u);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Budgets, SettingTest,
+    ::testing::Values(Setting{"b20", "preset=qevict,budget=20%,recents=16"},
+                      Setting{"b30", "preset=qevict,budget=30%"},
+                      Setting{"b40", "preset=qevict,budget=40%"},
+                      Setting{"bits4", "preset=qevict,budget=30%,bits=4"},
+                      Setting{"pinned", "preset=qevict,budget=30%,promotion=pinned"},
+                      Setting{"none", "preset=qevict,budget=30%,promotion=none"},
+                      Setting{"slack", "preset=qevict,budget=30%,fill_slack=1"},
+                      Setting{"w4", "preset=qevict,budget=40%,window=4"},
+                      Setting{"w16", "preset=qevict,budget=30%,window=16"},
+                      Setting{"w32", "preset=qevict,budget=40%,window=32,interval=8"}),
+    [](const ::testing::TestParamInfo<Setting>& s) { return s.param.name; });
+
+INSTANTIATE_TEST_SUITE_P(
+    Models, SettingTest,
+    ::testing::Values(
+        Setting{"normal", "preset=qevict,budget=30%", GGML_ROPE_TYPE_NORMAL},
+        Setting{"norope", "preset=qevict,budget=30%", kNoRope},
+        Setting{"bf16", "preset=qevict,budget=30%", GGML_ROPE_TYPE_NEOX, GGML_TYPE_BF16},
+        Setting{"d80", "preset=qevict,budget=30%", GGML_ROPE_TYPE_NEOX, GGML_TYPE_F16, 80, 1},
+        Setting{"d128", "preset=qevict,budget=30%", GGML_ROPE_TYPE_NEOX, GGML_TYPE_F16, 128, 7}),
+    [](const ::testing::TestParamInfo<Setting>& s) { return s.param.name; });
+
+TEST(EventsTest, AtDecodeStepZeroAndEveryInterval) {
+  for (const uint32_t interval : {8u, 12u}) {
+    Twin twin(Spec(), "preset=qevict,budget=30%,interval=" + std::to_string(interval));
+    RunHeld(twin, TokensOf(0, 0, 150), false);
+    RunHeld(twin, TokensOf(0, 150, 150), false);
+    std::vector<uint32_t> steps;
+    uint64_t events = twin.ours.stats().events;
+    EXPECT_EQ(events, 0u);
+    for (uint32_t step = 0; step < 40; ++step) {
+      ExpectHeld(RunHeld(twin, TokensOf(0, 300 + static_cast<int32_t>(step), 1), false), "decode");
+      if (twin.ours.stats().events != events) steps.push_back(step);
+      events = twin.ours.stats().events;
+    }
+    std::vector<uint32_t> expected;
+    for (uint32_t step = 0; step < 40; step += interval) expected.push_back(step);
+    EXPECT_EQ(steps, expected) << "interval " << interval;
+  }
+}
+
+TEST(ScoresTest, AreTheColumnSums) {
+  for (const char* config :
+       {"preset=qevict,budget=30%", "preset=qevict,budget=25%,window=4,recents=16"}) {
+    CacheSpec spec = Spec();
+    spec.layers[1].n_gqa = 7;
+    spec.layers[1].sinks = true;
+    Twin twin(spec, config);
+    std::vector<Scores> sums(2);
+    int32_t pos = 0;
+    for (uint32_t step = 0; step < 40; ++step) {
+      const uint32_t n = step == 0 ? 170 : step == 1 ? 90 : 1;
+      const HeldReport report = RunHeld(twin, TokensOf(0, pos, n));
+      ExpectHeld(report, config);
+      pos += static_cast<int32_t>(n);
+      for (uint32_t il = 0; il < 2; ++il) {
+        for (const auto& [birth, mass] : report.masses[il]) sums[il][birth] += mass;
+        for (const auto& [birth, score] : ScoresOf(twin.ours, il)) {
+          ASSERT_NEAR(score, sums[il][birth], 1e-5 * sums[il][birth] + 1e-7)
+              << config << ", step " << step << ", layer " << il << ", window " << birth;
+        }
+      }
+    }
+  }
+}
+
+// Decoding until the cache is full, and on with removed cells: the budget holds all the way.
+TEST(BudgetTest, HoldsOverALongAnswer) {
+  Twin twin(Spec(1, 512), "preset=qevict,budget=25%,recents=16");
+  RunHeld(twin, TokensOf(0, 0, 100), false);
+  for (int32_t pos = 100; pos < 500; ++pos) {
+    ExpectHeld(RunHeld(twin, TokensOf(0, pos, 1), pos % 20 == 0), std::to_string(pos));
+  }
+  EXPECT_LE(twin.ours.stats().peak_bytes, twin.ours.stats().budget_bytes);
+  EXPECT_GT(twin.ours.stats().evicted_tokens, 100u);
+}
+
+TEST(BudgetTest, HoldsDuringABoundedPrompt) {
+  Twin twin(Spec(2, 1024), "preset=qevict,budget=30%,prefill=bounded");
+  for (int32_t pos = 0; pos < 900; pos += 50) {
+    const HeldReport report = RunHeld(twin, TokensOf(0, pos, 50), false);
+    ExpectHeld(report, "bounded prompt at " + std::to_string(pos));
+    EXPECT_GT(report.budget_bytes, 0u);
+  }
+  for (int32_t pos = 900; pos < 920; ++pos)
+    ExpectHeld(RunHeld(twin, TokensOf(0, pos, 1)), "decode");
+  EXPECT_LE(twin.ours.stats().peak_bytes, twin.ours.stats().budget_bytes);
+}
+
+// What is resident in memory is what is counted.
+TEST(BudgetTest, AgreesWithTheOperatingSystem) {
+  Twin twin(Spec(2, 1024), "preset=qevict,budget=20%");
+  for (int32_t pos = 0; pos < 800; pos += 200) RunHeld(twin, TokensOf(0, pos, 200), false);
+  for (int32_t pos = 800; pos < 820; ++pos) RunHeld(twin, TokensOf(0, pos, 1), false);
+  const qevict_stats stats = twin.ours.stats();
+  EXPECT_LE(stats.arena_resident_bytes, stats.arena_bytes);
+  EXPECT_LE(stats.arena_bytes, stats.budget_bytes);
+}
+
+TEST(BudgetTest, AbsoluteOverAllStreams) {
+  Twin twin(Spec(2, 512, 3), "preset=qevict,budget=400KiB,recents=16");
+  for (uint32_t s = 0; s < 3; ++s) {
+    for (int32_t pos = 0; pos < 200; pos += 40) {
+      ExpectHeld(RunHeld(twin, TokensOf(s, pos, 40), false),
+                 "prompt of stream " + std::to_string(s));
+    }
+  }
+  for (int32_t pos = 200; pos < 230; ++pos) {
+    const HeldReport report = RunHeld(twin, {{0, pos}, {1, pos}, {2, pos}});
+    ExpectHeld(report, "three streams");
+    EXPECT_EQ(report.budget_bytes, 400u * 1024);
+  }
+}
+
+TEST(BudgetTest, FractionPerStream) {
+  Twin twin(Spec(2, 512, 2), "preset=qevict,budget=30%");
+  ExpectHeld(RunHeld(twin, Join({TokensOf(0, 0, 200), TokensOf(1, 0, 200)})), "prompts");
+  for (int32_t pos = 200; pos < 230; ++pos) {
+    ExpectHeld(RunHeld(twin, {{0, pos}, {1, pos}}), "two streams");
+  }
+}
+
+TEST(BudgetTest, TokensToComeCanBeNamed) {
+  Twin twin(Spec(2, 1024), "preset=qevict,budget=50%");
+  ASSERT_EQ(qevict_set_budget_tokens(twin.ours.session(), 320), 0) << qevict_last_error();
+  RunHeld(twin, TokensOf(0, 0, 300), false);
+  for (int32_t pos = 300; pos < 310; ++pos)
+    ExpectHeld(RunHeld(twin, TokensOf(0, pos, 1)), "decode");
+  EXPECT_EQ(twin.ours.stats().budget_bytes, 160u * 2 * 512);
+  EXPECT_GT(twin.ours.stats().packed_tokens, 0u);
+}
+
+// Phases: with PROMPT one-row batches are prompt, with DECODE every row is a step of its own.
+TEST(PhaseTest, CanBeSet) {
+  Twin twin(Spec(), "preset=qevict,budget=30%");
+  RunHeld(twin, TokensOf(0, 0, 200), false);
+  ASSERT_EQ(qevict_set_phase(twin.ours.session(), QEVICT_PHASE_PROMPT), 0);
+  ExpectHeld(RunHeld(twin, TokensOf(0, 200, 1)), "last row of the prompt");
+  EXPECT_EQ(twin.ours.stats().events, 0u);
+  ASSERT_EQ(qevict_set_phase(twin.ours.session(), QEVICT_PHASE_DECODE), 0);
+  ExpectHeld(RunHeld(twin, TokensOf(0, 201, 8)), "eight decode steps in a batch");
+  EXPECT_EQ(twin.ours.stats().events, 1u);
+  ExpectHeld(RunHeld(twin, TokensOf(0, 209, 8)), "eight more");
+  EXPECT_EQ(twin.ours.stats().events, 2u);
+  EXPECT_NE(qevict_set_phase(twin.ours.session(), static_cast<qevict_phase>(7)), 0);
+}
+
+}  // namespace
+}  // namespace qevict::plugin::testing

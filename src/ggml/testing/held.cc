@@ -1,0 +1,160 @@
+#include "ggml/testing/held.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "base/half.h"
+#include "codecs/codec.h"
+#include "ggml/cache_group.h"
+#include "kernels/attention.h"
+#include "kernels/rope_table.h"
+
+namespace qevict::plugin::testing {
+namespace {
+
+// Rounding of f32. Packed keys are the reference's by RopeCosSin, whose angles are fp32 steps as in
+// the forward pass; the kernels rotate by exact angles, and at positions in the hundreds the two
+// differ by some 1e-5.
+constexpr double kRms = 2e-5;
+
+// Key channels are stored in sub-blocks of up to 8 tokens: [W/S][D][S].
+void DecodeFull(const uint8_t* block, const LayerShape& shape, uint32_t window, uint32_t t,
+                float* k, float* v) {
+  const auto word = [block](size_t i) {
+    uint16_t h;
+    std::memcpy(&h, block + 2 * i, sizeof(h));
+    return h;
+  };
+  const size_t s = std::min(window, 8u), d = shape.head_dim, dv = shape.head_dim_v;
+  for (size_t i = 0; i < d; ++i) k[i] = ToF32(word((t / s * d + i) * s + t % s), shape.elem_k);
+  for (size_t i = 0; i < dv; ++i) v[i] = ToF32(word(window * d + t * dv + i), shape.elem_v);
+}
+
+void DecodePacked(const uint8_t* block, const LayerShape& shape, const Config& config,
+                  const kernels::WindowRef& ref, const kernels::RopeTable* rope, uint32_t n,
+                  float* k, float* v) {
+  codecs::DecodeKiviAxis(config.bits, config.window, shape.head_dim, shape.head_dim_v, n, block, k,
+                         v);
+  if (!rope) return;
+  std::vector<float> cos_sin(rope->params().n_dims);
+  for (uint32_t t = 0; t < n; ++t) {
+    RopeCosSin(rope->params(), ref.pos0 + static_cast<int32_t>(t) * ref.pos_stride, cos_sin.data());
+    RopeRotate(rope->params(), cos_sin.data(), k + size_t{t} * shape.head_dim);
+  }
+}
+
+}  // namespace
+
+HeldRows ReadHeld(Engine& engine, uint32_t il, uint32_t stream) {
+  const KvCache& cache = *engine.cache();
+  const LayerShape& shape = cache.layer(il);
+  const Config& config = cache.config();
+  const uint32_t n_cells = engine.spec().n_cells, d = shape.head_dim, dv = shape.head_dim_v;
+  HeldRows held;
+  held.rows.k.resize(size_t{n_cells} * shape.n_kv_heads * d);
+  held.rows.v.resize(size_t{n_cells} * shape.n_kv_heads * dv);
+  held.window.assign(n_cells, kNone);
+  size_t head_bytes[3];
+  cache.HeadBytes(il, head_bytes);
+  std::vector<float> k(size_t{config.window} * d), v(size_t{config.window} * dv);
+  for (const SeqId seq : cache.Sequences(stream)) {
+    std::vector<kernels::WindowRef> refs;
+    std::vector<WindowId> ids;
+    cache.View(il, seq, refs, ids);
+    for (size_t w = 0; w < refs.size(); ++w) {
+      const WindowInfo info = cache.info(ids[w]);
+      const bool full = refs[w].format == kernels::WindowFormat::kFull;
+      ++(full ? held.n_full : held.n_packed);
+      for (uint32_t h = 0; h < shape.n_kv_heads; ++h) {
+        const uint8_t* block = refs[w].data + h * head_bytes[static_cast<size_t>(refs[w].format)];
+        if (full) {
+          for (uint32_t t = 0; t < info.n_tokens; ++t) {
+            DecodeFull(block, shape, config.window, t, &k[size_t{t} * d], &v[size_t{t} * dv]);
+          }
+        } else {
+          DecodePacked(block, shape, config, refs[w], cache.rope_table(il), info.n_tokens, k.data(),
+                       v.data());
+        }
+        for (uint32_t t = 0; t < info.n_tokens; ++t) {
+          if ((info.live >> t & 1u) == 0) continue;
+          const size_t row = size_t{info.cells[t]} * shape.n_kv_heads + h;
+          held.window[info.cells[t]] = ids[w];
+          std::copy_n(&k[size_t{t} * d], d, &held.rows.k[row * d]);
+          std::copy_n(&v[size_t{t} * dv], dv, &held.rows.v[row * dv]);
+        }
+      }
+    }
+  }
+  return held;
+}
+
+Scores ScoresOf(Engine& engine, uint32_t il) {
+  std::vector<uint32_t> births(8192);
+  std::vector<float> scores(8192);
+  const int n = qevict_get_layer(engine.session(), 0, il, births.data(), nullptr, scores.data(),
+                                 static_cast<uint32_t>(births.size()));
+  Scores result;
+  for (int i = 0; i < n; ++i) {
+    result[births[static_cast<size_t>(i)]] = static_cast<double>(scores[static_cast<size_t>(i)]);
+  }
+  return result;
+}
+
+HeldReport RunHeld(Twin& twin, const std::vector<Token>& batch, bool compare) {
+  const StepInput in = twin.Input(batch);
+  const StepOutput out = twin.ours.Run(in);
+  HeldReport report;
+  report.status = out.status;
+  if (out.status != GGML_STATUS_SUCCESS) return report;
+  const KvCache& cache = *twin.ours.cache();
+  report.violations = cache.Validate();
+  const qevict_stats stats = twin.ours.stats();
+  report.held_bytes = stats.full_bytes + stats.packed_bytes + stats.dormant_bytes +
+                      stats.tables_bytes + stats.slack_bytes;
+  report.budget_bytes = stats.budget_bytes;
+  for (uint32_t il = 0; compare && il < in.mask_of.size(); ++il) {
+    const LayerSpec& layer = twin.ours.spec().layers[il];
+    StepInput seen = in;  // with everything hidden that is not held
+    std::vector<StreamRows> streams;
+    std::vector<HeldRows> held;
+    const size_t rows = in.n_tokens() / in.n_streams;
+    std::vector<uint16_t>& mask = seen.masks[seen.mask_of[il]];
+    for (uint32_t s = 0; s < in.n_streams; ++s) {
+      held.push_back(ReadHeld(twin.ours, twin.ours.owner(il), in.first_stream + s));
+      streams.push_back(held.back().rows);
+      for (size_t i = s * rows * in.n_kv; i < (s + 1) * rows * in.n_kv; ++i) {
+        if (held[s].window[i % in.n_kv] == kNone) mask[i] = 0xFC00;
+      }
+    }
+    std::vector<double> mass;
+    const std::vector<double> want =
+        ReferenceAttention(layer, seen, il, out.q[il], streams, twin.ours.sinks(il), &mass);
+    report.layers.push_back(Compare(out.attention[il], want));
+    report.masses.emplace_back();
+    for (size_t i = 0; i < mass.size(); ++i) {
+      const size_t token = i / (size_t{layer.n_kv_heads} * in.n_kv);
+      const WindowId w = held[token / rows].window[i % in.n_kv];
+      if (w != kNone) report.masses.back()[cache.info(w).birth] += mass[i] / layer.n_heads();
+    }
+  }
+  return report;
+}
+
+void ExpectHeld(const HeldReport& report, const std::string& what) {
+  ASSERT_EQ(report.status, GGML_STATUS_SUCCESS) << what;
+  EXPECT_THAT(report.violations, ::testing::IsEmpty()) << what;
+  EXPECT_TRUE(report.budget_bytes == 0 || report.held_bytes <= report.budget_bytes)
+      << what << ": " << report.held_bytes << " bytes of " << report.budget_bytes;
+  static const bool print = std::getenv("QEVICT_TEST_PRINT") != nullptr;
+  for (size_t il = 0; il < report.layers.size(); ++il) {
+    if (print) std::printf("%-44s layer %zu: rms %.2e\n", what.c_str(), il, report.layers[il].rms);
+    EXPECT_FALSE(report.layers[il].nan) << what << ", layer " << il;
+    EXPECT_LE(report.layers[il].rms, kRms) << what << ", layer " << il;
+  }
+}
+
+}  // namespace qevict::plugin::testing

@@ -1,0 +1,44 @@
+// Held: what a cache says that it holds - full-precision and packed windows, decoded to numbers
+// with src/codecs - and the attention that follows from it in double precision.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "ggml/testing/twin.h"
+
+namespace qevict::plugin::testing {
+
+/// One stream of one layer by cells.
+struct HeldRows {
+  StreamRows rows;
+  std::vector<WindowId> window;  ///< [cell]; kNone: nothing is held
+  uint32_t n_packed = 0;         ///< windows
+  uint32_t n_full = 0;
+};
+HeldRows ReadHeld(Engine& engine, uint32_t il, uint32_t stream);
+
+/// A layer's windows and what they have scored, by birth number.
+using Scores = std::map<uint32_t, double>;
+Scores ScoresOf(Engine& engine, uint32_t il);
+
+struct HeldReport {
+  ggml_status status = GGML_STATUS_SUCCESS;
+  std::vector<Error> layers;
+  std::vector<Scores>
+      masses;  ///< per layer: probability per window, summed over rows, mean over heads
+  std::vector<std::string> violations;
+  uint64_t held_bytes = 0, budget_bytes = 0;
+};
+
+/// Runs a step of `twin.ours` alone. Compares its attention with what the cache holds afterwards,
+/// which is what it held during the attention unless a bounded prompt is routed after it (compare =
+/// false then).
+HeldReport RunHeld(Twin& twin, const std::vector<Token>& batch, bool compare = true);
+
+/// Attention follows from what is held, the cache is sound, and its bytes are within the budget
+/// once there is one.
+void ExpectHeld(const HeldReport& report, const std::string& what);
+
+}  // namespace qevict::plugin::testing
