@@ -1,0 +1,341 @@
+// Drives libllama with the plug-in where programs do not reach: logits to full precision, bytes at
+// every step, states, sequences, several contexts. Prints one `key value` a line; a failure is one
+// sentence and exit code 1.
+//
+//   probe logits   --model M --text F --tokens N --decode D --config C [--ctx N] [--type f16|bf16]
+//   probe budget   --model M --text F --prompt N --generate N --ctx N --chunk N [--config C]
+//   [--fraction-of N] probe state    --model M --text F --prompt N --generate N --ctx N --config C
+//   [--damage truncate|zero|flip|rows] probe fork     --model M --text F --prompt N --ctx N
+//   --config C --unified 0|1 probe contexts --model M --second M2 --text F --prompt N --generate N
+//   --ctx N --config C --second-config C2 probe abort    --model M --text F --prompt N --ctx N
+//   --config C
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <fstream>
+#include <iterator>
+#include <string>
+#include <vector>
+
+#include "probe_engine.h"
+
+namespace probe {
+namespace {
+
+std::string ReadText(const Options& options) {
+  std::ifstream file(options.text("text"), std::ios::binary);
+  if (!file) Fail("the text " + options.text("text") + " is not readable");
+  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+}
+
+ContextSettings Settings(const Options& options) {
+  ContextSettings settings;
+  settings.config = options.text("config", "");
+  settings.n_ctx = options.number("ctx");
+  settings.n_batch = options.number("chunk", 512);
+  if (options.text("type", "f16") == "bf16") settings.cache_type = GGML_TYPE_BF16;
+  return settings;
+}
+
+void Print(const char* key, uint64_t value) {
+  std::printf("%s %llu\n", key, static_cast<unsigned long long>(value));
+}
+
+void PrintStats(const char* prefix, const qevict_stats& s) {
+  const std::pair<const char*, uint64_t> values[] = {{"full", s.full_bytes},
+                                                     {"packed", s.packed_bytes},
+                                                     {"dormant", s.dormant_bytes},
+                                                     {"tables", s.tables_bytes},
+                                                     {"slack", s.slack_bytes},
+                                                     {"counted", Counted(s)},
+                                                     {"budget", s.budget_bytes},
+                                                     {"f16", s.f16_bytes},
+                                                     {"full_tokens", s.full_tokens},
+                                                     {"packed_tokens", s.packed_tokens},
+                                                     {"evicted_tokens", s.evicted_tokens},
+                                                     {"events", s.events},
+                                                     {"promotions", s.promotions},
+                                                     {"demotions", s.demotions},
+                                                     {"evictions", s.evictions},
+                                                     {"workspace", s.workspace_bytes},
+                                                     {"violations", s.violations}};
+  for (const auto& [key, value] : values) Print((std::string(prefix) + key).c_str(), value);
+}
+
+// --- logits ------------------------------------------------------------------------------------
+
+// All read the same tokens: a prompt in chunks, then one token at a time.
+int Logits(const Options& options) {
+  ContextSettings settings = Settings(options);
+  Engine ours(options.text("model"), settings);
+  settings.config.clear();
+  Engine flash(options.text("model"), settings);
+  settings.flash_attention = false;
+  Engine reference(options.text("model"), settings);
+
+  const uint32_t n = options.number("tokens"), n_decode = options.number("decode");
+  const std::vector<llama_token> tokens = ours.Tokenize(ReadText(options), n);
+  Divergence prompt, decode, prompt_flash, decode_flash;
+  for (uint32_t i = 0; i < n;) {
+    const bool in_prompt = i < n - n_decode;
+    const uint32_t rows = in_prompt ? std::min(settings.n_batch, n - n_decode - i) : 1;
+    for (Engine* engine : {&reference, &flash, &ours}) {
+      if (engine->Decode(tokens.data() + i, rows, static_cast<llama_pos>(i), 0, true) != 0) {
+        Fail("llama_decode failed");
+      }
+    }
+    for (int32_t r = 0; r < static_cast<int32_t>(rows); ++r) {
+      const float* expected = reference.logits(r);
+      (in_prompt ? prompt : decode).Add(expected, ours.logits(r), ours.n_vocab());
+      (in_prompt ? prompt_flash : decode_flash).Add(expected, flash.logits(r), ours.n_vocab());
+    }
+    i += rows;
+  }
+  prompt.Print("prompt_");
+  decode.Print("decode_");
+  prompt_flash.Print("prompt_flash_");
+  decode_flash.Print("decode_flash_");
+  return 0;
+}
+
+// --- budget ------------------------------------------------------------------------------------
+
+// Largest values seen at the end of any step.
+struct Peaks {
+  uint64_t counted = 0, over = 0, workspace = 0, rss_anon = 0, steps_over = 0, steps_in_force = 0;
+  double resident_error = 0;
+
+  void Note(const qevict_stats& s) {
+    const uint64_t now = Counted(s);
+    rss_anon = std::max(rss_anon, StatusBytes("RssAnon"));
+    workspace = std::max(workspace, s.workspace_bytes);
+    if (now > 0) {
+      const double error =
+          std::abs(static_cast<double>(s.arena_resident_bytes) - static_cast<double>(now)) /
+          static_cast<double>(now);
+      resident_error = std::max(resident_error, error);
+    }
+    if (s.budget_bytes == 0) return;
+    ++steps_in_force;
+    counted = std::max(counted, now);
+    if (now > s.budget_bytes) {
+      ++steps_over;
+      over = std::max(over, now - s.budget_bytes);
+    }
+  }
+};
+
+int Budget(const Options& options) {
+  const ContextSettings settings = Settings(options);
+  Engine engine(options.text("model"), settings);
+  if (const uint32_t tokens = options.number("fraction-of", 0); tokens && engine.session()) {
+    if (Plugin::Get().set_budget_tokens(engine.session(), tokens) != 0)
+      Fail(Plugin::Get().last_error());
+  }
+  std::vector<llama_token> tokens = engine.Tokenize(ReadText(options), options.number("prompt"));
+  Peaks peaks;
+  for (size_t i = 0; i < tokens.size(); i += settings.n_batch) {
+    const auto n = static_cast<uint32_t>(std::min<size_t>(settings.n_batch, tokens.size() - i));
+    if (engine.Decode(tokens.data() + i, n, static_cast<llama_pos>(i), 0) != 0)
+      Fail("llama_decode failed");
+    peaks.Note(engine.stats());
+  }
+  const qevict_stats prompt = engine.stats();
+  PrintStats("prompt_", prompt);
+  for (uint32_t i = 0; i < options.number("generate"); ++i) {
+    engine.Generate(tokens, 1, 0);
+    peaks.Note(engine.stats());
+  }
+  const qevict_stats end = engine.stats();
+  PrintStats("end_", end);
+  Print("capacity_f16", end.capacity_f16_bytes);
+  Print("arena_peak", end.arena_peak_bytes);
+  Print("arena_resident", end.arena_resident_bytes);
+  Print("peak_counted", peaks.counted);
+  Print("peak_over", peaks.over);
+  Print("steps_over", peaks.steps_over);
+  Print("steps_in_force", peaks.steps_in_force);
+  Print("peak_workspace", peaks.workspace);
+  Print("peak_rss_anon", peaks.rss_anon);
+  Print("rss_high_water", StatusBytes("VmHWM"));
+  std::printf("resident_error %.4f\n", peaks.resident_error);
+  const std::string mark = "QEVICT compute buffer size =";
+  const size_t at = Log().rfind(mark);
+  std::printf("compute_mib %s\n",
+              at == std::string::npos ? "0" : Log().substr(at + mark.size(), 12).c_str());
+  return 0;
+}
+
+// --- state -------------------------------------------------------------------------------------
+
+void Damage(const std::string& kind, std::vector<uint8_t>& state) {
+  const size_t n = state.size();
+  if (kind == "truncate") state.resize(n / 2);
+  if (kind == "head") state.resize(24);
+  if (kind == "zero") std::fill(state.begin(), state.end(), uint8_t{0});
+  if (kind == "rows")
+    std::fill(state.begin() + static_cast<ptrdiff_t>(n / 3), state.end(), uint8_t{0});
+  if (kind == "flip") {
+    for (size_t i = n / 4; i < n; i += 101) state[i] ^= 0x5A;
+  }
+}
+
+// Prompt, some tokens, save; continue. Then remove the sequence, restore it and continue again.
+int State(const Options& options) {
+  const std::string damage = options.text("damage", "");
+  Engine engine(options.text("model"), Settings(options));
+  std::vector<llama_token> tokens = engine.Tokenize(ReadText(options), options.number("prompt"));
+  engine.Prompt(tokens, 0);
+  engine.Generate(tokens, options.number("generate"), 0);
+  PrintStats("saved_", engine.stats());
+
+  std::vector<uint8_t> state(llama_state_seq_get_size(engine.context(), 0));
+  state.resize(llama_state_seq_get_data(engine.context(), state.data(), state.size(), 0));
+  Print("state", state.size());
+  Damage(damage, state);
+  const llama_token next = engine.Greedy(-1);
+
+  const auto go_on = [&](std::vector<std::vector<float>>& rows) {
+    std::vector<llama_token> more = tokens;
+    more.push_back(next);
+    for (uint32_t i = 0; i < options.number("continue", 32); ++i) {
+      const auto pos = static_cast<llama_pos>(more.size() - 1);
+      if (engine.Decode(&more.back(), 1, pos, 0) != 0) Fail("llama_decode failed");
+      rows.emplace_back(engine.logits(-1), engine.logits(-1) + engine.n_vocab());
+      more.push_back(engine.Greedy(-1));
+    }
+    return more;
+  };
+  std::vector<std::vector<float>> before, after;
+  const std::vector<llama_token> expected = go_on(before);
+
+  if (!llama_memory_seq_rm(engine.memory(), 0, -1, -1)) Fail("the sequence cannot be removed");
+  const size_t read = llama_state_seq_set_data(engine.context(), state.data(), state.size(), 0);
+  Print("restored", read);
+  if (read != 0) {
+    PrintStats("restored_", engine.stats());
+    const std::vector<llama_token> found = go_on(after);
+    Print("same_tokens", std::mismatch(expected.begin(), expected.end(), found.begin()).first -
+                             expected.begin() - static_cast<ptrdiff_t>(tokens.size()));
+    Print("tokens", expected.size() - tokens.size());
+    Divergence divergence;
+    for (size_t i = 0; i < before.size(); ++i)
+      divergence.Add(before[i].data(), after[i].data(), engine.n_vocab());
+    divergence.Print("");
+    PrintStats("continued_", engine.stats());
+  }
+  // Whatever happened, the context still works.
+  llama_memory_clear(engine.memory(), true);
+  tokens.resize(64);
+  engine.Prompt(tokens, 0);
+  engine.Generate(tokens, 8, 0);
+  PrintStats("usable_", engine.stats());
+  return 0;
+}
+
+// --- fork, contexts, abort -----------------------------------------------------------------------
+
+// One prompt, copied to a second sequence; both go on differently, then the first one is removed.
+int Fork(const Options& options) {
+  ContextSettings settings = Settings(options);
+  settings.n_seq_max = 2;
+  settings.unified = options.number("unified") != 0;
+  Engine ours(options.text("model"), settings);
+  settings.config.clear();
+  settings.flash_attention = false;
+  Engine reference(options.text("model"), settings);
+  const std::vector<llama_token> tokens =
+      ours.Tokenize(ReadText(options), options.number("prompt") + 200);
+  const std::vector<llama_token> prompt(tokens.begin(), tokens.end() - 200);
+  for (Engine* engine : {&reference, &ours}) {
+    engine->Prompt(prompt, 0);
+    llama_memory_seq_cp(engine->memory(), 0, 1, -1, -1);
+  }
+  Divergence both, rest;
+  const auto pos0 = static_cast<llama_pos>(prompt.size());
+  for (llama_pos i = 0; i < 80; ++i) {
+    const std::vector<llama_token> side = {tokens[prompt.size() + i],
+                                           tokens[prompt.size() + 100 + i]};
+    for (Engine* engine : {&reference, &ours}) {
+      if (engine->DecodeSide(side, {pos0 + i, pos0 + i}) != 0) Fail("llama_decode failed");
+    }
+    for (int32_t s = 0; s < 2; ++s) both.Add(reference.logits(s), ours.logits(s), ours.n_vocab());
+  }
+  both.Print("both_");
+  for (Engine* engine : {&reference, &ours}) llama_memory_seq_rm(engine->memory(), 0, -1, -1);
+  for (llama_pos i = 80; i < 100; ++i) {
+    for (Engine* engine : {&reference, &ours}) {
+      if (engine->Decode(&tokens[prompt.size() + 100 + i], 1, pos0 + i, 1) != 0)
+        Fail("llama_decode failed");
+    }
+    rest.Add(reference.logits(-1), ours.logits(-1), ours.n_vocab());
+  }
+  rest.Print("rest_");
+  PrintStats("end_", ours.stats());
+  return 0;
+}
+
+// Two models with caches of their own in one process, step by step, write what each writes alone.
+int Contexts(const Options& options) {
+  ContextSettings first = Settings(options), second = first;
+  second.config = options.text("second-config");
+  const std::string text = ReadText(options);
+  const auto alone = [&](const std::string& path, const ContextSettings& settings) {
+    Engine engine(path, settings);
+    std::vector<llama_token> tokens = engine.Tokenize(text, options.number("prompt"));
+    engine.Prompt(tokens, 0);
+    engine.Generate(tokens, options.number("generate"), 0);
+    return tokens;
+  };
+  const std::vector<llama_token> expected_a = alone(options.text("model"), first);
+  const std::vector<llama_token> expected_b = alone(options.text("second"), second);
+  Engine a(options.text("model"), first), b(options.text("second"), second);
+  std::vector<llama_token> tokens_a = a.Tokenize(text, options.number("prompt"));
+  std::vector<llama_token> tokens_b = b.Tokenize(text, options.number("prompt"));
+  a.Prompt(tokens_a, 0);
+  b.Prompt(tokens_b, 0);
+  for (uint32_t i = 0; i < options.number("generate"); ++i) {
+    a.Generate(tokens_a, 1, 0);
+    b.Generate(tokens_b, 1, 0);
+  }
+  Print("same_a", tokens_a == expected_a);
+  Print("same_b", tokens_b == expected_b);
+  Print("sessions_differ", a.session() != b.session());
+  PrintStats("a_", a.stats());
+  PrintStats("b_", b.stats());
+  return 0;
+}
+
+// A decode that the host aborts, and one after it.
+int Abort(const Options& options) {
+  Engine engine(options.text("model"), Settings(options));
+  const std::vector<llama_token> tokens =
+      engine.Tokenize(ReadText(options), options.number("prompt"));
+  int calls_left = 3;
+  llama_set_abort_callback(
+      engine.context(), [](void* data) { return --*static_cast<int*>(data) < 0; }, &calls_left);
+  Print("aborted", static_cast<uint64_t>(engine.Decode(tokens.data(), 64, 0, 0)));
+  llama_set_abort_callback(engine.context(), nullptr, nullptr);
+  llama_memory_clear(engine.memory(), true);
+  engine.Prompt(tokens, 0);
+  Print("decoded", 0);
+  return 0;
+}
+
+int Main(int argc, char** argv) {
+  const std::string command = argc > 1 ? argv[1] : "";
+  const Options options(argc - 2, argv + 2);
+  if (command == "logits") return Logits(options);
+  if (command == "budget") return Budget(options);
+  if (command == "state") return State(options);
+  if (command == "fork") return Fork(options);
+  if (command == "contexts") return Contexts(options);
+  if (command == "abort") return Abort(options);
+  Fail("no command `" + command + "`");
+}
+
+}  // namespace
+}  // namespace probe
+
+int main(int argc, char** argv) { return probe::Main(argc, argv); }
