@@ -278,7 +278,8 @@ struct KvCache::Impl {
   static uint32_t CellCode(TokenRef ref) { return ref.window * kMaxWindow + ref.offset; }
   Status CheckAppend(std::span<const TokenSpec> tokens);
   TokenRef AppendOne(const TokenSpec& t);
-  bool CanRewrite(const TokenSpec& t, TokenRef held) const;
+  bool TakesBack(const TokenSpec& t, TokenRef held) const;
+  void Truncate(SeqId seq, TokenRef from);
   WindowId OpenWindowFor(Sequence& s, const TokenSpec& t);
   WindowId NewWindow(SeqId seq, int32_t pos, bool positional, bool sink);
   void ReleaseCell(uint32_t stream, uint32_t cell);
@@ -406,6 +407,8 @@ void StoreKeyRow(uint8_t* block, uint32_t window, uint32_t head_dim, uint32_t t,
                  const uint16_t* row);
 void LoadKeyRow(const uint8_t* block, uint32_t window, uint32_t head_dim, uint32_t t,
                 uint16_t* row);
+/// Layers of one shape share pools.
+bool SameShape(const LayerShape& a, const LayerShape& b);
 uint32_t Checksum(const uint8_t* data, size_t n);
 void ConvertTo16(const float* from, size_t n, Elem elem, uint16_t* to);
 

@@ -1,9 +1,9 @@
 // Sequences, windows and cells: which token is where, before any tier.
 //
-// Tail rollback (speculative decoding takes tokens back): a token that is written again with the
-// same cell, position and sequence keeps its place. Otherwise dead tokens at the end of the last
-// window are cut off when the new token continues there. A sealed window (packed or evicted in some
-// layer) takes no tokens.
+// Rollback (speculative decoding, an edited prompt): a token written over its own sequence's cell at the
+// same or an earlier position takes the sequence back to there, and everything after it is dead. Dead
+// tokens at the end of the last window are cut off, so that it goes on. A sealed window (packed or
+// evicted in some layer) takes no tokens.
 #include <bit>
 
 #include "cache/kv_cache_impl.h"
@@ -100,11 +100,27 @@ Status KvCache::Impl::CheckAppend(std::span<const TokenSpec> tokens) {
   return {};
 }
 
-bool KvCache::Impl::CanRewrite(const TokenSpec& t, TokenRef held) const {
+/// True if writing `t` over its sequence's own token `held` takes the sequence back to there. A ring of
+/// cells (sliding window) overwrites tokens too, but older ones: their positions lie before t.pos.
+bool KvCache::Impl::TakesBack(const TokenSpec& t, TokenRef held) const {
   const WindowRecord& w = windows[held.window];
-  if (w.seq != t.seq || w.has(WindowRecord::kSealed)) return false;
-  if (w.has(WindowRecord::kPositional) != t.positional) return false;
-  return !t.positional || PosOf(w, held.offset) == t.pos;
+  if (w.seq != t.seq) return false;
+  return !t.positional || !w.has(WindowRecord::kPositional) || PosOf(w, held.offset) >= t.pos;
+}
+
+/// Kills `from` and every later token of its sequence.
+void KvCache::Impl::Truncate(SeqId seq, TokenRef from) {
+  const uint32_t birth = windows[from.window].birth;
+  while (!sequences[seq]->windows.empty()) {
+    const WindowId id = sequences[seq]->windows.back();
+    if (windows[id].birth < birth) return;
+    const uint32_t first = id == from.window ? from.offset : 0;
+    for (uint32_t t = windows[id].n_tokens; t-- > first;) {
+      if ((windows[id].live >> t) & 1u) KillToken({id, t});
+    }
+    // Freed if nothing is left; its record may be reused, but no longer stands last.
+    if (id == from.window) return;
+  }
 }
 
 WindowId KvCache::Impl::OpenWindowFor(Sequence& s, const TokenSpec& t) {
@@ -152,25 +168,21 @@ WindowId KvCache::Impl::NewWindow(SeqId seq, int32_t pos, bool positional, bool 
 TokenRef KvCache::Impl::AppendOne(const TokenSpec& t) {
   Sequence& s = *sequences[t.seq];
   const uint32_t held = Cell(s.stream, t.cell);
-  TokenRef ref;
-  bool rewritten = false;
   if (held != kNone && IsToken(held)) {
-    ref = {held / kMaxWindow, held % kMaxWindow};
-    rewritten = CanRewrite(t, ref);
+    const TokenRef old{held / kMaxWindow, held % kMaxWindow};
+    if (TakesBack(t, old)) Truncate(t.seq, old);
   }
-  if (!rewritten) {
-    ReleaseCell(s.stream, t.cell);
-    WindowId id = OpenWindowFor(s, t);
-    if (id == kNone) id = NewWindow(t.seq, t.pos, t.positional, s.appended < config.sinks);
-    WindowRecord& w = windows[id];
-    ref = {id, w.n_tokens++};
-    w.live |= 1u << ref.offset;
-    CellsOf(id)[ref.offset] = t.cell;
-    SetCell(s.stream, t.cell, CellCode(ref));
-    ++s.appended;
-    ++s.live;
-    s.had_tokens = true;
-  }
+  ReleaseCell(s.stream, t.cell);
+  WindowId id = OpenWindowFor(s, t);
+  if (id == kNone) id = NewWindow(t.seq, t.pos, t.positional, s.appended < config.sinks);
+  WindowRecord& w = windows[id];
+  const TokenRef ref{id, w.n_tokens++};
+  w.live |= 1u << ref.offset;
+  CellsOf(id)[ref.offset] = t.cell;
+  SetCell(s.stream, t.cell, CellCode(ref));
+  ++s.appended;
+  ++s.live;
+  s.had_tokens = true;
   s.tail = ref;
   s.tail_pos = t.pos;
   if (s.reserved > 0) --s.reserved;
