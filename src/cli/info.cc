@@ -1,0 +1,95 @@
+// qevict info: what this build is and what it finds.
+#include "cli/commands.h"
+#include "cli/llm.h"
+#include "cli/paths.h"
+#include "cli/run.h"
+#include "kernels/attention.h"
+#include "qevict/version.h"
+
+namespace qevict::cli {
+namespace {
+
+constexpr kernels::Isa kIsas[] = {kernels::Isa::kScalar, kernels::Isa::kAvx2, kernels::Isa::kAvx512,
+                                  kernels::Isa::kNeon};
+
+Json Codecs() {
+  Json codecs = Json::array();
+  for (const int bits : {2, 4}) {
+    codecs.push_back({{"id", "kivi-axis-" + std::to_string(bits)},
+                      {"bits", bits},
+                      {"keys", "per channel over the window, before RoPE"},
+                      {"values", "per token"}});
+  }
+  return codecs;
+}
+
+Json OrNull(const Result<std::string>& path) { return path.ok() ? Json(*path) : Json(nullptr); }
+
+Json Info() {
+  Json isas = Json::array();
+  for (const kernels::Isa isa : kIsas) {
+    if (kernels::IsaSupported(isa)) isas.push_back(kernels::IsaName(isa));
+  }
+  Json presets = Json::array();
+  for (const Preset preset : {Preset::kQEvict, Preset::kStreaming, Preset::kFull}) {
+    presets.push_back(PresetName(preset));
+  }
+  return {{"version", QEVICT_VERSION_STRING},
+          {"isa", kernels::IsaName(kernels::ActiveIsa())},
+          {"isas", isas},
+          {"cpus", UsableCpus()},
+          {"presets", presets},
+          {"codecs", Codecs()},
+          {"llama_version", llama_version()},
+          {"ggml_version", ggml_version()},
+          {"plugin", OrNull(FindPlugin())},
+          {"server", OrNull(FindServer(""))}};
+}
+
+std::string Joined(const Json& list, const char* member) {
+  std::string text;
+  for (const Json& item : list) {
+    text += (text.empty() ? "" : ", ") + (member ? item[member] : item).get<std::string>();
+  }
+  return text;
+}
+
+int PrintInfo(Format format) {
+  const Json info = Info();
+  if (format == Format::kJson) {
+    PrintText(JsonText(info) + "\n");
+    return kOk;
+  }
+  Table table({{"name", ""}, {"value", "value"}});
+  const auto add = [&](const char* key, const std::string& label, const Json& value) {
+    table.Add({{key, label}, TextCell(value.is_null() ? "not found" : value.get<std::string>())});
+  };
+  add("version", "qevict", info["version"]);
+  add("isa", "kernels in use", info["isa"]);
+  add("isas", "kernels this CPU can run", Joined(info["isas"], nullptr));
+  add("cpus", "CPUs", std::to_string(UsableCpus()));
+  add("presets", "presets", Joined(info["presets"], nullptr));
+  add("codecs", "packed formats", Joined(info["codecs"], "id"));
+  add("llama_version", "llama.cpp", info["llama_version"]);
+  add("ggml_version", "ggml", info["ggml_version"]);
+  add("plugin", "plug-in", info["plugin"]);
+  add("server", "llama-server", info["server"]);
+  PrintText(format == Format::kCsv ? table.ToCsv() : table.ToMarkdown());
+  return kOk;
+}
+
+}  // namespace
+
+Command AddInfo(CLI::App& root) {
+  auto format = std::make_shared<Format>(Format::kMarkdown);
+  CLI::App* app = root.add_subcommand("info", "version, kernels, presets, where things are");
+  SetHelp(*app,
+          "Prints version, kernels, presets, packed formats, and where plug-in and server are.",
+          "qevict info [-o md|csv|json]",
+          "  qevict info\n"
+          "  QEVICT_SIMD=scalar qevict info -o json\n");
+  AddFormat(*app, *format, "form of the output")->group("Output");
+  return {app, [format] { return PrintInfo(*format); }};
+}
+
+}  // namespace qevict::cli
