@@ -49,7 +49,12 @@ uint64_t MinimumBudgetBytes(const Config& config, std::span<const LayerShape> la
     const uint64_t packed = l.n_kv_heads * kernels::PackedHeadBytes(config.bits, config.window,
                                                                     l.head_dim, l.head_dim_v);
     bytes += n_full * (full + kRecordBytes) + packed + kRecordBytes;
-    bytes += kUnitSlack + sizeof(LayerSeq) + kPoolSlack;
+    bytes += kUnitSlack + sizeof(LayerSeq);
+    const auto same_shape = [&l](const LayerShape& other) { return SameShape(l, other); };
+    if (std::find_if(layers.begin(), layers.end(), same_shape) ==
+        layers.begin() + (&l - layers.data())) {
+      bytes += kPoolSlack;  // once per distinct shape
+    }
   }
   const uint64_t window_bytes = sizeof(WindowRecord) + 2 * sizeof(uint32_t) * (w + 1);
   return bytes + rope_table + (n_full + 8) * window_bytes;

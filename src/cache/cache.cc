@@ -100,7 +100,9 @@ Status KvCache::SetRope(uint32_t il, const RopeParams& rope) {
     }
   }
   layer.rope = rope;
+  const uint32_t old_table = layer.rope_table;
   layer.rope_table = kNone;
+  if (old_table != kNone) c.DropUnusedRopeTable(old_table);
   if (rope.pairing == RopePairing::kNone) return {};
   for (uint32_t i = 0; i < c.rope_tables.size(); ++i) {
     if (c.rope_tables[i]->params() == rope) layer.rope_table = i;
@@ -112,6 +114,16 @@ Status KvCache::SetRope(uint32_t il, const RopeParams& rope) {
   }
   c.UpdateLimit();
   return {};
+}
+
+void KvCache::Impl::DropUnusedRopeTable(uint32_t table) {
+  for (const LayerState& layer : layers) {
+    if (layer.rope_table == table) return;
+  }
+  rope_tables.erase(rope_tables.begin() + table);
+  for (LayerState& layer : layers) {
+    if (layer.rope_table != kNone && layer.rope_table > table) --layer.rope_table;
+  }
 }
 
 const kernels::RopeTable* KvCache::rope_table(uint32_t il) const {
@@ -184,7 +196,10 @@ Status KvCache::Append(std::span<const TokenSpec> tokens, std::vector<TokenRef>&
   refs.clear();
   impl_->FinishRestore();
   QEVICT_RETURN_IF_ERROR(impl_->CheckAppend(tokens));
-  for (const TokenSpec& t : tokens) refs.push_back(impl_->AppendOne(t));
+  for (size_t i = 0; i < tokens.size(); ++i) {
+    const bool first_of_step = i == 0 || tokens[i - 1].seq != tokens[i].seq;
+    refs.push_back(impl_->AppendOne(tokens[i], first_of_step));
+  }
   impl_->FinishChange();
   return {};
 }
@@ -200,7 +215,7 @@ Status KvCache::WriteV(uint32_t il, std::span<const TokenRef> refs, const float*
 }
 
 void KvCache::Kill(uint32_t stream, uint32_t cell) {
-  if (stream >= impl_->n_streams) return;
+  if (stream >= impl_->n_streams || impl_->Cell(stream, cell) == kNone) return;
   impl_->FinishRestore();
   impl_->ReleaseCell(stream, cell);
   impl_->FinishChange();

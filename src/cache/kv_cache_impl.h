@@ -239,7 +239,7 @@ struct KvCache::Impl {
 
   // storage.cc
   Status InitPools(std::vector<LayerShape> shapes);
-  LayerState& L(uint32_t il) { return layers[il]; }
+  void DropUnusedRopeTable(uint32_t table);
   ShapePools& PoolsOf(uint32_t il) { return pools[layers[il].pools]; }
   const ShapePools& PoolsOf(uint32_t il) const { return pools[layers[il].pools]; }
   uint8_t* FullSlot(uint32_t il, const UnitRecord& u) const {
@@ -277,9 +277,9 @@ struct KvCache::Impl {
   static bool IsToken(uint32_t code) { return (code & kEvictedMark) == 0; }
   static uint32_t CellCode(TokenRef ref) { return ref.window * kMaxWindow + ref.offset; }
   Status CheckAppend(std::span<const TokenSpec> tokens);
-  TokenRef AppendOne(const TokenSpec& t);
-  bool TakesBack(const TokenSpec& t, TokenRef held) const;
-  void Truncate(SeqId seq, TokenRef from);
+  TokenRef AppendOne(const TokenSpec& t, bool first_of_step);
+  bool TakesBack(const TokenSpec& t, TokenRef held, bool first_of_step) const;
+  void Truncate(const TokenSpec& t, TokenRef from);
   WindowId OpenWindowFor(Sequence& s, const TokenSpec& t);
   WindowId NewWindow(SeqId seq, int32_t pos, bool positional, bool sink);
   void ReleaseCell(uint32_t stream, uint32_t cell);

@@ -194,7 +194,7 @@ Status KvCache::Impl::RestoreToken(uint32_t il, uint32_t cell, const RowRecord* 
     if (record) return DataLoss("saved rows name the same token twice, or one window differently");
     const bool positional = known && (place.flags & RowRecord::kPositional) != 0;
     const int32_t pos = place.pos0 + place.offset;
-    ref = AppendOne({restore->seq, cell, positional ? pos : 0, positional});
+    ref = AppendOne({restore->seq, cell, positional ? pos : 0, positional}, false);
     return {};
   }
   ref = {id, place.offset};
@@ -224,7 +224,7 @@ WindowId KvCache::Impl::RestoredWindow(const RowRecord& r) {
   const WindowId id = NewWindow(restore->seq, r.pos0, positional, sink);
   windows[id].pos0 = r.pos0;
   windows[id].n_tokens = r.n_tokens;
-  std::fill_n(CellsOf(id), config.window, kNone);
+  std::fill_n(CellsOf(id), config.window, 0u);
   max_pos = std::max({max_pos, r.pos0 + static_cast<int32_t>(kMaxWindow), -r.pos0});
   restore->windows.emplace(key, id);
   return id;

@@ -28,6 +28,7 @@ bool KvCache::Impl::NoteStep(SeqId seq, uint32_t n, bool decode) {
     due |=
         s->prompt_phase && RoutedSequence(*s);  // the prompt's reserve becomes the decode reserve
     s->decode_steps += n;
+    s->chunk_tokens = 0;  // the next prompt may come in shorter chunks
     s->decoded = true;
     s->prompt_phase = false;
   } else {

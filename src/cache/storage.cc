@@ -32,6 +32,11 @@ inline uint16_t ToF16Bits(uint32_t x) {
 
 }  // namespace
 
+bool SameShape(const LayerShape& a, const LayerShape& b) {
+  return a.n_kv_heads == b.n_kv_heads && a.head_dim == b.head_dim && a.head_dim_v == b.head_dim_v &&
+         a.elem_k == b.elem_k && a.elem_v == b.elem_v;
+}
+
 void ConvertTo16(const float* from, size_t n, Elem elem, uint16_t* to) {
   if (elem == Elem::kF16) {
     for (size_t i = 0; i < n; ++i) to[i] = ToF16Bits(std::bit_cast<uint32_t>(from[i]));
@@ -59,13 +64,8 @@ Status KvCache::Impl::InitPools(std::vector<LayerShape> shapes) {
   layers.resize(shapes.size());
   for (size_t il = 0; il < shapes.size(); ++il) {
     const LayerShape& shape = shapes[il];
-    const auto same = [&](const ShapePools& p) {
-      return p.shape.n_kv_heads == shape.n_kv_heads && p.shape.head_dim == shape.head_dim &&
-             p.shape.head_dim_v == shape.head_dim_v && p.shape.elem_k == shape.elem_k &&
-             p.shape.elem_v == shape.elem_v;
-    };
     size_t c = 0;
-    while (c < pools.size() && !same(pools[c])) ++c;
+    while (c < pools.size() && !SameShape(pools[c].shape, shape)) ++c;
     if (c == pools.size()) {
       ShapePools p;
       p.shape = shape;

@@ -1,9 +1,9 @@
 // Sequences, windows and cells: which token is where, before any tier.
 //
-// Rollback (speculative decoding, an edited prompt): a token written over its own sequence's cell at the
-// same or an earlier position takes the sequence back to there, and everything after it is dead. Dead
-// tokens at the end of the last window are cut off, so that it goes on. A sealed window (packed or
-// evicted in some layer) takes no tokens.
+// Rollback (speculative decoding, an edited prompt): a token written over its own sequence's cell
+// at the same or an earlier position takes the sequence back to there, and everything after it is
+// dead. Dead tokens at the end of the last window are cut off, so that it goes on. A sealed window
+// (packed or evicted in some layer) takes no tokens.
 #include <bit>
 
 #include "cache/kv_cache_impl.h"
@@ -100,26 +100,37 @@ Status KvCache::Impl::CheckAppend(std::span<const TokenSpec> tokens) {
   return {};
 }
 
-/// True if writing `t` over its sequence's own token `held` takes the sequence back to there. A ring of
-/// cells (sliding window) overwrites tokens too, but older ones: their positions lie before t.pos.
-bool KvCache::Impl::TakesBack(const TokenSpec& t, TokenRef held) const {
+/// True if writing `t` over its sequence's own token `held` takes the sequence back to there. A
+/// ring of cells (sliding window) overwrites tokens too, but older ones: their positions lie before
+/// t.pos. Without positions only the first token of a step can take back, and only as far as
+/// speculation goes.
+bool KvCache::Impl::TakesBack(const TokenSpec& t, TokenRef held, bool first_of_step) const {
   const WindowRecord& w = windows[held.window];
   if (w.seq != t.seq) return false;
-  return !t.positional || !w.has(WindowRecord::kPositional) || PosOf(w, held.offset) >= t.pos;
+  if (t.positional && w.has(WindowRecord::kPositional)) return PosOf(w, held.offset) >= t.pos;
+  if (!first_of_step) return false;
+  const std::vector<WindowId>& ids = sequences[t.seq]->windows;
+  uint32_t behind = w.n_tokens - held.offset;
+  for (size_t i = ids.size(); i-- > 0 && ids[i] != held.window && behind <= kMaxSpeculation;) {
+    behind += windows[ids[i]].n_tokens;
+  }
+  return behind <= kMaxSpeculation;
 }
 
-/// Kills `from` and every later token of its sequence.
-void KvCache::Impl::Truncate(SeqId seq, TokenRef from) {
+/// Kills `from` and the tokens behind it that `t` replaces: those without positions, and those at
+/// its position or later. Tokens that this step has placed before `t` stay.
+void KvCache::Impl::Truncate(const TokenSpec& t, TokenRef from) {
   const uint32_t birth = windows[from.window].birth;
-  while (!sequences[seq]->windows.empty()) {
-    const WindowId id = sequences[seq]->windows.back();
-    if (windows[id].birth < birth) return;
-    const uint32_t first = id == from.window ? from.offset : 0;
-    for (uint32_t t = windows[id].n_tokens; t-- > first;) {
-      if ((windows[id].live >> t) & 1u) KillToken({id, t});
+  const std::vector<WindowId> ids = sequences[t.seq]->windows;
+  for (size_t i = ids.size(); i-- > 0;) {
+    const WindowRecord w = windows[ids[i]];  // a copy: the last kill frees the record
+    if (w.birth < birth) return;
+    const bool positional = t.positional && w.has(WindowRecord::kPositional);
+    const uint32_t first = ids[i] == from.window ? from.offset : 0;
+    for (uint32_t k = w.n_tokens; k-- > first;) {
+      const bool replaced = !positional || PosOf(w, k) >= t.pos;
+      if (replaced && ((w.live >> k) & 1u)) KillToken({ids[i], k});
     }
-    // Freed if nothing is left; its record may be reused, but no longer stands last.
-    if (id == from.window) return;
   }
 }
 
@@ -165,12 +176,12 @@ WindowId KvCache::Impl::NewWindow(SeqId seq, int32_t pos, bool positional, bool 
   return id;
 }
 
-TokenRef KvCache::Impl::AppendOne(const TokenSpec& t) {
+TokenRef KvCache::Impl::AppendOne(const TokenSpec& t, bool first_of_step) {
   Sequence& s = *sequences[t.seq];
   const uint32_t held = Cell(s.stream, t.cell);
   if (held != kNone && IsToken(held)) {
     const TokenRef old{held / kMaxWindow, held % kMaxWindow};
-    if (TakesBack(t, old)) Truncate(t.seq, old);
+    if (TakesBack(t, old, first_of_step)) Truncate(t, old);
   }
   ReleaseCell(s.stream, t.cell);
   WindowId id = OpenWindowFor(s, t);
