@@ -89,6 +89,16 @@ void CacheGroup::Observe(const ggml_tensor* flash_attn) {
   layer.head_dim_v = static_cast<uint32_t>(flash_attn->src[2]->ne[0]);
 }
 
+void CacheGroup::ObserveRows(const ggml_tensor* set_rows) {
+  const ggml_tensor* root = Root(set_rows);
+  const int il = FindLayer(root);
+  if (il < 0 || layers_[static_cast<size_t>(il)].k != root || layers_[static_cast<size_t>(il)].rope_known) return;
+  const ggml_tensor* rope = FindRope(set_rows->src[0]);
+  if (rope && rope->src[2] && !rope->src[2]->data) return;  // frequency factors are not loaded yet
+  layers_[static_cast<size_t>(il)].rope_known = true;
+  if (rope) layers_[static_cast<size_t>(il)].rope = ReadRope(rope);
+}
+
 Status CacheGroup::EnsureCache() {
   if (cache_) return {};
   std::vector<LayerShape> shapes;
@@ -105,6 +115,9 @@ Status CacheGroup::EnsureCache() {
   Result<std::unique_ptr<KvCache>> cache = KvCache::Create(config_, shapes, n_streams_, n_cells_);
   if (!cache.ok()) return cache.status();
   cache_ = std::move(*cache);
+  for (size_t il = 0; il < layers_.size(); ++il) {
+    if (layers_[il].rope_known) QEVICT_RETURN_IF_ERROR(cache_->SetRope(static_cast<uint32_t>(il), layers_[il].rope));
+  }
   k_written_.assign(layers_.size(), 0);
   const uint64_t full = f16_bytes();
   std::string line = "KV cache of " + std::to_string(layers_.size()) + " layers, " + std::to_string(n_cells_) + " cells, " +

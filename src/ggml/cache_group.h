@@ -29,7 +29,8 @@ struct LayerBinding {
   ggml_tensor* k = nullptr;
   ggml_tensor* v = nullptr;
   uint32_t n_kv_heads = 0, head_dim = 0, head_dim_v = 0;  ///< known once a FLASH_ATTN_EXT over the layer has been seen
-  bool rope_known = false;
+  bool rope_known = false;  ///< rope says how rows are rotated, kNone included
+  RopeParams rope;
 };
 
 /// Rows of one sequence (or of one set of sequences) inside the current step, which attend to the same windows.
@@ -51,6 +52,8 @@ class CacheGroup {
   Status AddTensor(ggml_tensor* tensor);
   /// Learns the head shape of a layer from an attention op over it.
   void Observe(const ggml_tensor* flash_attn);
+  /// Learns the RoPE of a layer from a write of its keys. State may be restored before the first step, and is packed by it.
+  void ObserveRows(const ggml_tensor* set_rows);
   bool Owns(const ggml_tensor* root) const { return FindLayer(root) >= 0; }
 
   /// The thread-count callback: the next write begins a step.

@@ -129,6 +129,7 @@ bool SupportsOp(ggml_backend_dev_t, const ggml_tensor* op) {
     if (CacheGroup* group = GroupOf(Root(op->src[1]))) group->Observe(op);
     return true;
   }
+  if (CacheGroup* group = GroupOf(root); group && op->op == GGML_OP_SET_ROWS) group->ObserveRows(op);
   if (const ggml_tensor* cache = CacheSource(op); cache && !IsCacheTensor(root)) {
     Refuse(cache, op);
     return true;

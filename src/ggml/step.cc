@@ -31,8 +31,8 @@ Status CacheGroup::SetRows(const ggml_tensor* op, const ggml_cgraph* graph, OmpP
   if (!is_k) return cache_->WriteV(layer, refs_, data, stride, pool);
   k_written_[layer] = 1;
   if (!layers_[layer].rope_known) {
-    layers_[layer].rope_known = true;
-    if (const ggml_tensor* rope = FindRope(rows)) QEVICT_RETURN_IF_ERROR(cache_->SetRope(layer, ReadRope(rope)));
+    ObserveRows(op);
+    QEVICT_RETURN_IF_ERROR(cache_->SetRope(layer, layers_[layer].rope));
   }
   return cache_->WriteK(layer, refs_, data, stride, pool);
 }
