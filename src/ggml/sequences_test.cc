@@ -147,9 +147,20 @@ TEST(CellsTest, BeyondTheVisibleOnesAreDead) {
   EXPECT_EQ(cache.n_tokens(cache.Sequences(0)[0]), 300u);
   twin.cells.Remove(0, 100);
   ExpectExact(twin.Step(TokensOf(0, 100, 1)), "after most was removed");
-  EXPECT_EQ(cache.lookup(0, 255).window != kNone, true);
   for (uint32_t cell = 256; cell < 300; ++cell) EXPECT_EQ(cache.lookup(0, cell).window, kNone);
   EXPECT_LE(cache.n_tokens(cache.Sequences(0)[0]), 256u);
+}
+
+// The same where nothing is overwritten: only the number of visible cells tells.
+TEST(CellsTest, BeyondTheVisibleOnesAreDeadInAnotherSequence) {
+  Twin twin(TwoLayers());
+  twin.Step(TokensOf(0, 0, 100));
+  twin.Step(TokensOf(1, 0, 300));
+  twin.cells.Remove(1, 150);
+  ExpectExact(twin.Step(TokensOf(0, 100, 1)), "after another sequence lost its end");
+  KvCache& cache = *twin.ours.cache();
+  for (uint32_t cell = 251; cell < 256; ++cell) EXPECT_NE(cache.lookup(0, cell).window, kNone);
+  for (uint32_t cell = 256; cell < 400; ++cell) EXPECT_EQ(cache.lookup(0, cell).window, kNone);
 }
 
 TEST(CellsTest, OverwrittenSequenceDisappears) {

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "ggml/cache_group.h"
+#include "ggml/testing/state.h"
 #include "ggml/testing/twin.h"
 
 namespace qevict::plugin::testing {
@@ -62,42 +63,6 @@ struct Slices {
   const char* name;
   size_t size;  ///< 0: everything at once
 };
-
-// Reads `rows` cells from `cell0` of every layer: all K before any V, as llama.cpp does.
-std::vector<std::vector<uint8_t>> Save(Engine& engine, uint32_t stream, uint32_t cell0,
-                                       uint32_t rows, size_t slice) {
-  std::vector<std::vector<uint8_t>> parts;
-  for (const bool is_k : {true, false}) {
-    for (uint32_t il = 0; il < engine.spec().layers.size(); ++il) {
-      const size_t begin = cell0 * engine.row_bytes(il, is_k),
-                   total = rows * engine.row_bytes(il, is_k);
-      parts.emplace_back();
-      for (size_t at = 0; at < total;) {
-        const size_t n = slice ? std::min(slice, total - at) : total;
-        const std::vector<uint8_t> bytes = engine.ReadState(il, is_k, stream, begin + at, n);
-        parts.back().insert(parts.back().end(), bytes.begin(), bytes.end());
-        at += n;
-      }
-    }
-  }
-  return parts;
-}
-
-void Restore(Engine& engine, uint32_t stream, uint32_t cell0,
-             const std::vector<std::vector<uint8_t>>& parts, size_t slice) {
-  size_t part = 0;
-  for (const bool is_k : {true, false}) {
-    for (uint32_t il = 0; il < engine.spec().layers.size(); ++il, ++part) {
-      const size_t begin = cell0 * engine.row_bytes(il, is_k);
-      const std::vector<uint8_t>& bytes = parts[part];
-      for (size_t at = 0; at < bytes.size();) {
-        const size_t n = slice ? std::min(slice, bytes.size() - at) : bytes.size();
-        engine.WriteState(il, is_k, stream, begin + at, {bytes.data() + at, n});
-        at += n;
-      }
-    }
-  }
-}
 
 class StateTest : public ::testing::TestWithParam<Slices> {};
 

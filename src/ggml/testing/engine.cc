@@ -52,6 +52,7 @@ Engine::Engine(const CacheSpec& spec, Where where, const std::string& config) : 
   sched_.reset(ggml_backend_sched_new(backends.data(), nullptr, static_cast<int>(backends.size()),
                                       kGraphNodes,
                                       /*parallel*/ false, /*op_offload*/ true));
+  if (ok() && spec_.reserve) Reserve(spec_.n_streams);
 }
 
 Engine::~Engine() = default;

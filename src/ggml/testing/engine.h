@@ -50,6 +50,7 @@ struct CacheSpec {
   std::vector<LayerSpec> layers{1};
   uint32_t n_cells = 256, n_streams = 1;
   int n_threads = 2;
+  bool reserve = true;  ///< as llama_context does: the scheduler measures a graph first
 };
 
 /// Rows of one layer in a step, before RoPE: q [token][head][head_dim], k and v [token][kv
