@@ -112,13 +112,15 @@ Scratch LayoutScratch(const AttentionGroup& g, const GroupPlan& p, Carver& carve
   r.q = carver.Take<float>(n * d + internal::kPad);
   r.scores = carver.Take<float>(n * kTile);
   r.bits = carver.Take<uint64_t>(n);
-  r.coef = carver.Take<float>(8 * d_pad);
+  r.rows = carver.Take<uint32_t>(n);
+  r.coef = carver.Take<float>(2 * d_pad + 6 * internal::kCoefStride);
   if (p.prompt) {
     r.k_tile = carver.Take<float>(d * kTile);
     r.v_tile = carver.Take<float>((size_t{s.head_dim_v} + 63) / 64 * 64 * kTile);
   } else {
     r.q_lanes = carver.Take<float>(n * (d * sub + internal::kPad));
-    r.q_pairs = carver.Take<float>(n * d + internal::kPad);
+    r.q_plain = carver.Take<float>(n * d);
+    r.q_pairs = carver.Take<float>(n * d);
     r.k_tile = carver.Take<float>(d * std::max(s.window, 8u) + internal::kPad);
   }
   if (p.want_mass) r.tile_max = carver.Take<float>(n * tiles);
@@ -179,8 +181,6 @@ HeadArgs MakeHead(const AttentionGroup& g, uint32_t kv_head) {
   h.visible_stride = g.visible_stride;
   h.bias = g.bias;
   h.bias_stride = g.bias_stride;
-  h.has_packed = std::any_of(g.windows.begin(), g.windows.end(),
-                             [](const WindowRef& w) { return w.format != WindowFormat::kFull; });
   h.mass_first_row = g.mass_first_row;
   return h;
 }

@@ -12,7 +12,9 @@ namespace qevict::kernels::internal {
 template <class S>
 class Block {
  public:
-  explicit Block(const BlockArgs& args) : a_(args), h_(*args.head), s_(args.scratch) {}
+  explicit Block(const BlockArgs& args) : a_(args), h_(*args.head), s_(args.scratch) {
+    for (uint32_t i = 0; i < a_.n_win; ++i) (Window(i).format == WindowFormat::kFull ? has_full_ : has_packed_) = true;
+  }
 
   void Run() {
     PrepareQueries();
@@ -28,42 +30,55 @@ class Block {
  private:
   using V = typename S::V;
 
-  uint32_t Row(uint32_t m) const { return (a_.vec_begin + m) / h_.n_gqa; }
-  uint32_t Head(uint32_t m) const { return h_.first_head + (a_.vec_begin + m) % h_.n_gqa; }
+  uint32_t Row(uint32_t m) const { return s_.rows[m]; }
+  uint32_t Head(uint32_t m) const { return h_.first_head + a_.vec_begin + m - s_.rows[m] * h_.n_gqa; }
   bool Counts(uint32_t m) const { return a_.state.mass != nullptr && Row(m) >= h_.mass_first_row; }
   const WindowRef& Window(uint32_t i) const { return h_.windows[a_.win_begin + i]; }
+  /// Packed windows are scored from registers, else through a decoded tile.
+  bool PackedInPlace() const { return h_.window == 8 && PackedInVectors<S>(h_, h_.rope.coarse != nullptr); }
 
   void PrepareQueries() {
     const uint32_t d = h_.head_dim;
     for (uint32_t m = 0; m < a_.n_vec; ++m) {
+      s_.rows[m] = (a_.vec_begin + m) / h_.n_gqa;
       const float* src = h_.q + Row(m) * h_.q_row_stride + Head(m) * h_.q_head_stride;
       float* q = s_.q + static_cast<size_t>(m) * d;
       for (uint32_t c = 0; c < d; ++c) q[c] = src[c] * h_.scale;
-      if (a_.prompt) continue;
-      ExpandQuery(q, m);
-      if (h_.has_packed) PairQuery(q, m);
+      if (!a_.prompt && (has_full_ || !PackedInPlace())) ExpandQuery(q, m);
     }
+    if (a_.prompt || !has_packed_ || !PackedInPlace()) return;
+    ForBlocks(0, a_.n_vec, [&](uint32_t m, auto block) { InterleaveQueries(m, decltype(block)::value); });
   }
 
   /// Each channel S times: lanes of full keys.
   void ExpandQuery(const float* q, uint32_t m) {
     const uint32_t d = h_.head_dim, sub = h_.window < 8 ? h_.window : 8;
     float* dst = s_.q_lanes + static_cast<size_t>(m) * (d * sub + kPad);
-    for (uint32_t c = 0; c < d; ++c) {
-      for (uint32_t t = 0; t < sub; ++t) dst[c * sub + t] = q[c];
-    }
+    for (uint32_t c = 0; c < d; ++c) S::Store(dst + c * sub, S::Set1(q[c]));  // the excess is overwritten by the next
     for (uint32_t t = 0; t < kPad; ++t) dst[d * sub + t] = 0.0f;
   }
 
-  /// First channels of the rotary pairs, then second channels.
-  void PairQuery(const float* q, uint32_t m) {
+  /// The orders in which ScorePacked walks the queries of a register block of n vectors from m on.
+  void InterleaveQueries(uint32_t m, uint32_t n) {
+    constexpr uint32_t kC = S::kChannels;
+    const uint32_t d = h_.head_dim;
     const RopeView& rope = h_.rope;
-    float* dst = s_.q_pairs + static_cast<size_t>(m) * h_.head_dim;
-    if (rope.coarse == nullptr) return;
-    for (uint32_t j = 0; j < rope.n_pairs; ++j) {
-      const uint32_t c = rope.offset + (rope.halves ? j : 2 * j);
-      dst[j] = q[c];
-      dst[rope.n_pairs + j] = q[c + (rope.halves ? rope.n_pairs : 1)];
+    for (uint32_t i = 0; i < n; ++i) {
+      const float* q = s_.q + (m + i) * d;
+      float* plain = s_.q_plain + m * d + i * kC;
+      for (uint32_t c = 0; c < d; c += kC, plain += n * kC) {
+        for (uint32_t k = 0; k < kC; ++k) plain[k] = q[c + k];
+      }
+      if (rope.coarse == nullptr) continue;
+      const uint32_t step = rope.halves ? 1 : 2;
+      const float *first = q + rope.offset, *second = first + (rope.halves ? rope.n_pairs : 1);
+      float* pair = s_.q_pairs + m * d + 2 * i * kC;
+      for (uint32_t j = 0; j + kC <= rope.n_pairs; j += kC, pair += 2 * n * kC) {
+        for (uint32_t k = 0; k < kC; ++k) {
+          pair[k] = first[(j + k) * step];
+          pair[kC + k] = second[(j + k) * step];
+        }
+      }
     }
   }
 
@@ -136,17 +151,19 @@ class Block {
   // Decode form.
 
   void ScoreTile(uint32_t first, uint32_t n_win, uint64_t seen) {
-    if (h_.elem_k == Elem::kF16) {
-      ScoreFull<F16<S>>(first, n_win, seen);
-    } else {
-      ScoreFull<BF16<S>>(first, n_win, seen);
+    if (has_full_) {
+      if (h_.elem_k == Elem::kF16) {
+        ScoreFull<F16<S>>(first, n_win, seen);
+      } else {
+        ScoreFull<BF16<S>>(first, n_win, seen);
+      }
     }
-    if (!h_.has_packed) return;
+    if (!has_packed_) return;
     for (uint32_t i = 0; i < n_win; ++i) {
       const WindowRef& w = Window(first + i);
       if (w.format == WindowFormat::kFull || WindowBits(seen, i) == 0) continue;
-      if (PackedInRegisters<S>(h_, Rotates(h_, w))) {
-        ScorePackedWindow(w, i * h_.window);
+      if (PackedInPlace()) {
+        ScorePackedWindow(w, i * h_.window, Next(first + i, 0, 1, h_.rope.n_pairs / S::kChannels));
       } else {
         ScoreDecodedWindow(w, i * h_.window);
       }
@@ -182,33 +199,48 @@ class Block {
       const WindowRef& w = Window(first + i);
       if (w.format != WindowFormat::kFull || WindowBits(seen, i) == 0) continue;
       const uint16_t* keys = reinterpret_cast<const uint16_t*>(w.data + h_.head_offset[0]);
-      for (uint32_t t = 0; t < h_.window; t += sub) blocks[n++] = {keys + t * h_.head_dim, i * h_.window + t};
+      const uint32_t parts = h_.window / sub, iterations = h_.head_dim * sub / S::kLanes;
+      for (uint32_t part = 0; part < parts; ++part) {
+        blocks[n++] = {keys + part * sub * h_.head_dim, i * h_.window + part * sub, Next(first + i, part, parts, iterations)};
+      }
     }
     if (n != 0) ScoreBlocks<E>(blocks, n);
   }
 
-  void ScorePackedWindow(const WindowRef& w, uint32_t column) {
+  /// Part of the window one tile after window i, fetched in so many iterations.
+  Ahead Next(uint32_t i, uint32_t part, uint32_t parts, uint32_t iterations) const {
+    if (i + h_.tile_windows >= a_.n_win || iterations == 0) return {Window(i).data, 0, 0};
+    const WindowRef& w = Window(i + h_.tile_windows);
+    const uint32_t bits = w.format == WindowFormat::kFull ? 16 : 2 * static_cast<uint32_t>(w.format);
+    const uint32_t grids = bits == 16 ? 0 : (h_.head_dim + h_.window) * 4;
+    const uint32_t bytes = (h_.window * (h_.head_dim + h_.head_dim_v) * bits / 8 + grids) / parts;
+    return {w.data + h_.head_offset[static_cast<int>(w.format)] + part * bytes, bytes / 2,
+            (bytes / 2 + iterations - 1) / iterations};
+  }
+
+  void ScorePackedWindow(const WindowRef& w, uint32_t column, const Ahead& ahead) {
     const bool rotate = Rotates(h_, w);
     const uint32_t d = h_.head_dim;
-    ForPackedBlocks<S>(h_, w, rotate, s_.coef, [&](uint32_t sub, const PackedKeys& keys) {
+    ForPackedBlocks<S>(h_, w, rotate, s_.coef, ahead, [&](uint32_t, const PackedKeys& keys) {
       ForBlocks(0, a_.n_vec, [&](uint32_t m, auto block) {
         constexpr int kM = decltype(block)::value;
-        float* scores = s_.scores + m * kTile + column + 8 * sub;
+        float* scores = s_.scores + m * kTile + column;
         if (w.format == WindowFormat::kPacked2) {
-          ScorePacked<S, 2, kM>(keys, h_, rotate, s_.q + m * d, s_.q_pairs + m * d, scores);
+          ScorePacked<S, 2, kM>(keys, h_, rotate, s_.q_plain + m * d, s_.q_pairs + m * d, scores);
         } else {
-          ScorePacked<S, 4, kM>(keys, h_, rotate, s_.q + m * d, s_.q_pairs + m * d, scores);
+          ScorePacked<S, 4, kM>(keys, h_, rotate, s_.q_plain + m * d, s_.q_pairs + m * d, scores);
         }
       });
     });
   }
 
+  /// Window lengths other than 8 and odd pairings: decoded to f32, then scored like a full window.
   void ScoreDecodedWindow(const WindowRef& w, uint32_t column) {
     const uint32_t sub = h_.window < 8 ? h_.window : 8;
     const size_t block_floats = static_cast<size_t>(h_.head_dim) * sub;
-    DecodeKeysAnyShape<S>(h_, w, s_.coef, s_.k_tile, sub, block_floats);
+    DecodePackedKeys<S>(h_, w, s_.coef, s_.k_tile, sub, block_floats);
     KeyBlock<float> blocks[4];
-    for (uint32_t i = 0; i < h_.window / sub; ++i) blocks[i] = {s_.k_tile + i * block_floats, column + i * sub};
+    for (uint32_t i = 0; i < h_.window / sub; ++i) blocks[i] = {s_.k_tile + i * block_floats, column + i * sub, {w.data, 0, 0}};
     ScoreBlocks<F32<S>>(blocks, h_.window / sub);
   }
 
@@ -322,6 +354,7 @@ class Block {
   const BlockArgs& a_;
   const HeadArgs& h_;
   const Scratch& s_;
+  bool has_full_ = false, has_packed_ = false;
 };
 
 template <class S>

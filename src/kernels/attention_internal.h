@@ -18,6 +18,9 @@ inline constexpr uint32_t kMaxBlock = 8;
 /// Row lengths in scratch are multiples of this, so that whole vectors of any ISA can be stored.
 inline constexpr uint32_t kPad = 16;
 
+/// Pairs that a row of rotation coefficients has room for: 256, and a vector more; not a power of two, for the L1's sets.
+inline constexpr uint32_t kCoefStride = 256 + kPad;
+
 constexpr uint32_t PadLanes(uint32_t n) { return (n + kPad - 1) / kPad * kPad; }
 
 /// RopeTable without its class. Null `coarse`: keys are not rotated.
@@ -55,7 +58,6 @@ struct HeadArgs {
   size_t visible_stride;
   const float* bias;
   size_t bias_stride;
-  bool has_packed;  ///< packed windows occur in the list
   bool want_mass;
   uint32_t mass_first_row;
 };
@@ -73,13 +75,15 @@ struct BlockState {
 struct Scratch {
   float* q;         ///< [n_vec][head_dim] scaled queries
   float* q_lanes;   ///< decode: [n_vec][head_dim * S] each channel repeated S times, for full windows
-  float* q_pairs;   ///< decode: [n_vec][head_dim] rotary pairs' first channels, second channels, the rest; packed windows
+  float* q_plain;   ///< decode, packed windows: [n_vec * head_dim], orders in attention_packed-inl.h
+  float* q_pairs;   ///< the same for rotated channels
   float* scores;    ///< [n_vec][kTile]
   float* k_tile;    ///< prompt: [head_dim][kTile] f32 keys; decode: [head_dim][max(W, 8)] of one window
   float* v_tile;    ///< prompt: panels of [kTile][64] f32 values
   float* coef;      ///< packed keys: grids and rotation coefficients
   float* tile_max;  ///< [n_vec][tiles of the chunk] running maximum that a tile's masses were taken at
   uint64_t* bits;   ///< [n_vec] visible tokens of the tile
+  uint32_t* rows;   ///< [n_vec] row of the group
 };
 
 struct BlockArgs {

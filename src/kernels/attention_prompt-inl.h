@@ -86,25 +86,6 @@ void WidenKeys(const HeadArgs& h, const uint16_t* keys, float* dst) {
   }
 }
 
-/// Packed window of at least 8 tokens: its sub-blocks through f(sub-block index, keys).
-template <class S, class F>
-void ForPackedBlocks(const HeadArgs& h, const WindowRef& w, bool rotate, float* coef, F&& f) {
-  const PackedBlock b = LocatePacked(h, w);
-  const uint32_t bits = w.format == WindowFormat::kPacked2 ? 2 : 4, d = h.head_dim, d_pad = PadLanes(d) + 2 * kPad;
-  float *scale = coef, *zero = coef + d_pad, *rotation = coef + 2 * d_pad;
-  WidenF16<S>(b.k_scale, d, scale);
-  WidenF16<S>(b.k_scale + d, d, zero);
-  for (uint32_t s = 0; s < h.window / 8; ++s) {
-    if (rotate) {
-      const int32_t pos = w.pos0 + static_cast<int32_t>(8 * s * w.pos_stride);
-      RotationCoefficients<S>(h.rope, pos, scale + h.rope.offset, zero + h.rope.offset, rotation, d_pad);
-    }
-    const uint32_t bit = 8 * s * bits;
-    f(s, PackedKeys{b.k_codes + bit / 32 * 4, b.k_row, bit % 32, scale, zero, rotation, d_pad,
-                    w.pos_stride != 0 ? h.rope.step : h.rope.step_zero});
-  }
-}
-
 /// Window to columns of the key tile.
 template <class S>
 void DecodeKeys(const HeadArgs& h, const WindowRef& w, float* coef, float* dst) {
@@ -112,15 +93,7 @@ void DecodeKeys(const HeadArgs& h, const WindowRef& w, float* coef, float* dst) 
     const uint16_t* keys = reinterpret_cast<const uint16_t*>(w.data + h.head_offset[0]);
     return h.elem_k == Elem::kF16 ? WidenKeys<S, F16<S>>(h, keys, dst) : WidenKeys<S, BF16<S>>(h, keys, dst);
   }
-  const bool rotate = Rotates(h, w);
-  if (!PackedInRegisters<S>(h, rotate)) return DecodeKeysAnyShape<S>(h, w, coef, dst, kTile, 8);
-  ForPackedBlocks<S>(h, w, rotate, coef, [&](uint32_t s, const PackedKeys& keys) {
-    if (w.format == WindowFormat::kPacked2) {
-      StorePacked<S, 2>(keys, h, rotate, dst + 8 * s, kTile);
-    } else {
-      StorePacked<S, 4>(keys, h, rotate, dst + 8 * s, kTile);
-    }
-  });
+  DecodePackedKeys<S>(h, w, coef, dst, kTile, 8);
 }
 
 /// Channel j of tile column t in the value tile is at panel j / 64: [kTile][kPanel].

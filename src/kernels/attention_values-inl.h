@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "kernels/attention_keys-inl.h"
+#include "kernels/attention_packed-inl.h"
 
 namespace qevict::kernels::internal {
 
@@ -100,30 +100,38 @@ void AddListed(const HeadArgs& h, WindowFormat format, const TokenList& list, ui
 /// Appends the tokens of window w (tile columns from `column`) whose bit is set.
 template <class S>
 void ListTokens(const HeadArgs& h, const WindowRef& w, uint32_t column, uint32_t bits, TokenList& list) {
-  if (w.format == WindowFormat::kFull) {
-    const uint8_t* rows = w.data + h.head_offset[0] + static_cast<size_t>(h.window) * h.head_dim * 2;
-    for (; bits != 0; bits &= bits - 1) {
-      const uint32_t t = static_cast<uint32_t>(__builtin_ctz(bits));
-      list.column[list.n] = static_cast<uint8_t>(column + t);
-      list.row[list.n++] = rows + static_cast<size_t>(t) * h.head_dim_v * 2;
-    }
-    return;
-  }
-  const PackedBlock b = LocatePacked(h, w);
+  const uint8_t* rows = w.data + h.head_offset[0] + static_cast<size_t>(h.window) * h.head_dim * 2;
+  size_t row_bytes = static_cast<size_t>(h.head_dim_v) * 2;
   alignas(64) float grid[kTile + kPad];  // scale [W], zero [W]
-  if (h.window >= 4) {
-    WidenF16<S>(b.v_scale, 2 * h.window, grid);
-  } else {
-    uint16_t raw[8] = {};
-    for (uint32_t i = 0; i < 2 * h.window; ++i) raw[i] = b.v_scale[i];
-    WidenF16<S>(raw, 8, grid);
+  const bool packed = w.format != WindowFormat::kFull;
+  if (packed) {
+    const PackedBlock b = LocatePacked(h, w);
+    rows = b.v_codes;
+    row_bytes = b.v_row;
+    if (h.window >= 4) {
+      WidenF16<S>(b.v_scale, 2 * h.window, grid);
+    } else {
+      uint16_t raw[8] = {};
+      for (uint32_t i = 0; i < 2 * h.window; ++i) raw[i] = b.v_scale[i];
+      WidenF16<S>(raw, 8, grid);
+    }
+  }
+  if (h.window == 8 && bits == 0xFF) {  // nearly all windows
+    const uint32_t n = list.n;
+    for (uint32_t t = 0; t < 8; ++t) list.column[n + t] = static_cast<uint8_t>(column + t);
+    for (uint32_t t = 0; t < 8; ++t) list.row[n + t] = rows + t * row_bytes;
+    if (packed) {
+      __builtin_memcpy(list.scale + n, grid, 32);
+      __builtin_memcpy(list.zero + n, grid + 8, 32);
+    }
+    list.n = n + 8;
+    return;
   }
   for (; bits != 0; bits &= bits - 1) {
     const uint32_t t = static_cast<uint32_t>(__builtin_ctz(bits));
     list.column[list.n] = static_cast<uint8_t>(column + t);
-    list.scale[list.n] = grid[t];
-    list.zero[list.n] = grid[h.window + t];
-    list.row[list.n++] = b.v_codes + t * b.v_row;
+    if (packed) list.scale[list.n] = grid[t], list.zero[list.n] = grid[h.window + t];
+    list.row[list.n++] = rows + t * row_bytes;
   }
 }
 

@@ -90,6 +90,16 @@ struct SimdAvx2 {
     }
   }
 
+  template <int kBits, bool kHalves>
+  struct PairCodes {
+    const I shift = KeyShift(kBits, 0);
+    void Load(const uint8_t* p, size_t to_second, V& a, V& b) const {
+      a = LoadOne(p);
+      b = LoadOne(p + (kHalves ? to_second : kBits));
+    }
+    V LoadOne(const uint8_t* p) const { return Codes<kBits>(KeyWords(p, p), shift); }
+  };
+
   template <int kBits>
   struct ValueGrid {
     __m256 a, b;  // 2 bits: the four levels; 4 bits: scale and zero

@@ -100,6 +100,37 @@ struct SimdAvx512 {
     }
   }
 
+  template <int kBits, bool kHalves>
+  struct PairCodes {
+    // 2 bits: a channel is 16 bits, 4 bits: 32 bits. Lanes are (token, channel), so adjacent channels of 4 bits, and
+    // every other channel of 2 bits, are the two halves of a broadcast 64-bit word.
+    const __m512i shift = KeyShift(kBits, 0);
+    const __m512i shift_next = _mm512_add_epi32(shift, _mm512_set1_epi64(int64_t{16} << 32));    // adjacent, 2 bits
+    const __m512i shift_partner = _mm512_add_epi32(shift, _mm512_set1_epi32(16));  // interleaved, 2 bits
+
+    void Load(const uint8_t* p, size_t to_second, V& a, V& b) const {
+      if constexpr (kHalves) {
+        a = LoadOne(p);
+        b = LoadOne(p + to_second);
+      } else if constexpr (kBits == 2) {
+        const __m512i x = _mm512_set1_epi64(*reinterpret_cast<const i64_alias*>(p));
+        a = Codes<2>(x, shift);
+        b = Codes<2>(x, shift_partner);
+      } else {
+        const __m512i x = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+        a = Codes<4>(_mm512_shuffle_epi32(x, static_cast<_MM_PERM_ENUM>(0x88)), shift);
+        b = Codes<4>(_mm512_shuffle_epi32(x, static_cast<_MM_PERM_ENUM>(0xDD)), shift);
+      }
+    }
+    V LoadOne(const uint8_t* p) const {
+      if constexpr (kBits == 2) {
+        return Codes<2>(_mm512_set1_epi32(static_cast<int>(*reinterpret_cast<const u32_alias*>(p))), shift_next);
+      } else {
+        return Codes<4>(_mm512_set1_epi64(*reinterpret_cast<const i64_alias*>(p)), shift);
+      }
+    }
+  };
+
   template <int kBits>
   struct ValueGrid {
     __m512 levels;
@@ -135,6 +166,7 @@ struct SimdAvx512 {
 
  private:
   using double_alias [[gnu::may_alias, gnu::aligned(4)]] = double;
+  using i64_alias [[gnu::may_alias, gnu::aligned(1)]] = int64_t;
   using u32_alias [[gnu::may_alias, gnu::aligned(1)]] = uint32_t;
   static V HalfSums(V a, V b) { return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); }
 };

@@ -78,6 +78,16 @@ struct SimdNeon {
     return {Codes<kBits>(words.lo, shift.lo), Codes<kBits>(words.hi, shift.hi)};
   }
 
+  template <int kBits, bool kHalves>
+  struct PairCodes {
+    const I shift = KeyShift(kBits, 0);
+    void Load(const uint8_t* p, size_t to_second, V& a, V& b) const {
+      a = LoadOne(p);
+      b = LoadOne(p + (kHalves ? to_second : kBits));
+    }
+    V LoadOne(const uint8_t* p) const { return Codes<kBits>(KeyWords(p, p), shift); }
+  };
+
   template <int kBits>
   struct ValueGrid {
     float scale, zero;

@@ -93,6 +93,18 @@ struct SimdScalar {
     return Each([&](int i) { return static_cast<float>(static_cast<int>((words.x[i] >> shift.x[i]) & ((1u << kBits) - 1))); });
   }
 
+  /// Codes of windows of 8 tokens, kChannels pairs at a time: channels from p on and their partners, which follow at
+  /// once (not kHalves) or `to_second` bytes later. LoadOne: adjacent channels, no pairs.
+  template <int kBits, bool kHalves>
+  struct PairCodes {
+    const I shift = KeyShift(kBits, 0);
+    void Load(const uint8_t* p, size_t to_second, V& a, V& b) const {
+      a = LoadOne(p);
+      b = LoadOne(p + (kHalves ? to_second : kBits));
+    }
+    V LoadOne(const uint8_t* p) const { return Codes<kBits>(KeyWords(p, p), shift); }
+  };
+
   /// Grid of one packed value row (a token's channels).
   template <int kBits>
   struct ValueGrid {

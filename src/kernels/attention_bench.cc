@@ -1,0 +1,104 @@
+// Attention at 16,384 tokens (decode, 4 layers with storage of their own, window masses on) and prompts of 512 rows at
+// depth 8,192, for every ISA of the CPU. A result that differs from the reference is an error, never a time.
+//
+//   kernels_bench --benchmark_filter=decode/avx512
+//
+// Counters: gflops = 4 * rows * tokens * head_dim * heads (products with masked tokens count), bytes = K and V read.
+#include <benchmark/benchmark.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels/attention.h"
+#include "kernels/attention_test_util.h"
+
+namespace qevict::kernels {
+namespace {
+
+constexpr int kLayers = 4;
+
+struct Scenario {
+  const char* model;
+  uint32_t n_kv_heads, n_gqa, head_dim;
+  RopePairing pairing;
+};
+constexpr Scenario kScenarios[] = {{"14x2_d64", 2, 7, 64, RopePairing::kHalves},
+                                   {"32x8_d128", 8, 4, 128, RopePairing::kInterleaved},
+                                   {"9x3_d64", 3, 3, 64, RopePairing::kInterleaved}};
+constexpr const char* kFormatNames[] = {"f16", "packed2", "packed4", "mixed"};
+
+ProblemParams MakeParams(const Scenario& s, Formats formats, uint32_t rows, uint32_t n_tokens) {
+  ProblemParams p;
+  p.n_kv_heads = s.n_kv_heads;
+  p.n_gqa = s.n_gqa;
+  p.head_dim = p.head_dim_v = p.rope.n_dims = s.head_dim;
+  p.rope.pairing = s.pairing;
+  p.n_rows = rows;
+  p.n_windows = n_tokens / p.window;
+  p.formats = formats;
+  p.mask = Mask::kCausal;
+  return p;
+}
+
+/// Same shape, short: compares with the reference.
+bool IsRight(ProblemParams p, benchmark::State& state) {
+  p.n_windows = 40;
+  p.n_rows = std::min(p.n_rows, 40u);
+  Problem problem(p);
+  const auto pool = MakeSerial();
+  Workspace workspace;
+  problem.Run(*pool, workspace);
+  const std::string error = problem.Compare();
+  if (!error.empty()) state.SkipWithError(error.c_str());
+  return error.empty();
+}
+
+void BM_Attend(benchmark::State& state, Isa isa, ProblemParams p, int n_layers, unsigned n_threads) {
+  const Isa before = ActiveIsa();
+  ForceIsa(isa);
+  if (IsRight(p, state)) {
+    std::vector<std::unique_ptr<Problem>> layers;
+    for (int i = 0; i < n_layers; ++i, ++p.seed) layers.push_back(std::make_unique<Problem>(p));
+    const auto pool = MakeThreadPool(n_threads);
+    Workspace workspace;
+    for (auto _ : state) {
+      for (const auto& layer : layers) Attend({&layer->group(), 1}, *pool, workspace);
+    }
+    size_t bytes = 0;
+    for (const auto& block : layers[0]->blocks()) bytes += block.size();
+    const double tokens = static_cast<double>(p.n_windows) * p.window, heads = p.n_kv_heads * p.n_gqa;
+    const double flops = 4.0 * p.n_rows * tokens * p.head_dim * heads * n_layers;
+    using benchmark::Counter;
+    state.counters["gflops"] = Counter(flops * 1e-9, Counter::kIsIterationInvariantRate);
+    state.counters["bytes_per_second"] =
+        Counter(static_cast<double>(bytes) * n_layers, Counter::kIsIterationInvariantRate, Counter::kIs1024);
+    state.counters["kv_bytes"] = static_cast<double>(bytes);
+  }
+  ForceIsa(before);
+}
+
+void Register() {
+  for (Isa isa : AllIsas()) {
+    for (const Scenario& s : kScenarios) {
+      for (int f = 0; f < 4; ++f) {
+        for (unsigned threads : {1u, 2u}) {
+          const auto formats = static_cast<Formats>(f);
+          const std::string tail = std::string(IsaName(isa)) + "/" + s.model + "/" + kFormatNames[f] + "/threads:" +
+                                   std::to_string(threads);
+          const ProblemParams decode = MakeParams(s, formats, 1, 16384);
+          benchmark::RegisterBenchmark(("decode/" + tail).c_str(), BM_Attend, isa, decode, kLayers, threads)
+              ->Unit(benchmark::kMillisecond)->UseRealTime();
+          const ProblemParams prompt = MakeParams(s, formats, 512, 8192 + 512);
+          benchmark::RegisterBenchmark(("prompt/" + tail).c_str(), BM_Attend, isa, prompt, 1, threads)
+              ->Unit(benchmark::kMillisecond)->UseRealTime();
+        }
+      }
+    }
+  }
+}
+
+const bool kRegistered = (Register(), true);
+
+}  // namespace
+}  // namespace qevict::kernels

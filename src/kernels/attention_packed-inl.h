@@ -1,0 +1,285 @@
+// Packed keys: decoded and rotated in registers, no copy in memory. Windows of 8 tokens are scored directly; others, and
+// the prompt form, take the decoded keys from an L1-sized f32 tile. Included by attention_<isa>.cc.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/attention_keys-inl.h"
+
+namespace qevict::kernels::internal {
+
+/// Addresses inside one kv head's packed block.
+struct PackedBlock {
+  const uint8_t* k_codes;
+  const uint16_t* k_scale;  ///< [D], then zero [D]
+  const uint8_t* v_codes;
+  const uint16_t* v_scale;  ///< [W], then zero [W]
+  size_t k_row, v_row;      ///< bytes of a channel's, of a token's codes
+};
+
+static inline PackedBlock LocatePacked(const HeadArgs& h, const WindowRef& w) {
+  const uint32_t bits = w.format == WindowFormat::kPacked2 ? 2 : 4;
+  PackedBlock b;
+  b.k_codes = w.data + h.head_offset[static_cast<int>(w.format)];
+  b.k_row = static_cast<size_t>(h.window) * bits / 8;
+  b.k_scale = reinterpret_cast<const uint16_t*>(b.k_codes + static_cast<size_t>(h.head_dim) * h.window * bits / 8);
+  b.v_codes = reinterpret_cast<const uint8_t*>(b.k_scale + 2 * static_cast<size_t>(h.head_dim));
+  b.v_row = static_cast<size_t>(h.head_dim_v) * bits / 8;
+  b.v_scale = reinterpret_cast<const uint16_t*>(b.v_codes + h.window * b.v_row);
+  return b;
+}
+
+/// count (multiple of 8) f16 numbers to f32; dst must hold count rounded up to kPad.
+template <class S>
+void WidenF16(const uint16_t* src, uint32_t count, float* dst) {
+  uint32_t i = 0;
+  for (; i + S::kLanes <= count; i += S::kLanes) S::Store(dst + i, S::LoadF16(src + i));
+  if (i < count) S::Store(dst + i, S::LoadF16Half(src + i));
+}
+
+/// True if the keys of the window are rotated.
+static inline bool Rotates(const HeadArgs& h, const WindowRef& w) {
+  return h.rope.coarse != nullptr && (w.pos_stride != 0 || w.pos0 != 0);
+}
+
+/// Coefficients of a sub-block of 8 packed keys: with codes a, b of a pair's two channels, the key rotated to `pos` is
+/// (x0 + x1 a + x2 b, y0 + y1 a + y2 b). Six arrays of kCoefStride floats.
+template <class S>
+void RotationCoefficients(const RopeView& rope, int32_t pos, const float* scale, const float* zero, float* coef) {
+  constexpr uint32_t stride = kCoefStride;
+  using V = typename S::V;
+  const uint32_t p = pos < 0 ? 0u - static_cast<uint32_t>(pos) : static_cast<uint32_t>(pos);
+  const float* coarse = rope.coarse + static_cast<size_t>(p >> 6) * 2 * rope.stride;
+  const float* fine = rope.fine + static_cast<size_t>(p & 63) * 2 * rope.stride;
+  const V sign = S::Set1(pos < 0 ? -1.0f : 1.0f);
+  const uint32_t second = rope.n_pairs;
+  for (uint32_t i = 0; i < rope.n_pairs; i += S::kLanes) {
+    const V cc = S::Load(coarse + i), cs = S::Load(coarse + rope.stride + i);
+    const V fc = S::Load(fine + i), fs = S::Load(fine + rope.stride + i);
+    const V c = S::Fnma(cs, fs, S::Mul(cc, fc));
+    const V s = S::Mul(sign, S::Fma(cs, fc, S::Mul(cc, fs)));
+    V sa, sb, za, zb;
+    if (rope.halves) {
+      sa = S::Load(scale + i), sb = S::Load(scale + second + i);
+      za = S::Load(zero + i), zb = S::Load(zero + second + i);
+    } else {
+      S::Deinterleave(S::Load(scale + 2 * i), S::Load(scale + 2 * i + S::kLanes), sa, sb);
+      S::Deinterleave(S::Load(zero + 2 * i), S::Load(zero + 2 * i + S::kLanes), za, zb);
+    }
+    S::Store(coef + i, S::Fnma(s, zb, S::Mul(c, za)));
+    S::Store(coef + stride + i, S::Mul(c, sa));
+    S::Store(coef + 2 * stride + i, S::Fnma(s, sb, S::Zero()));
+    S::Store(coef + 3 * stride + i, S::Fma(s, za, S::Mul(c, zb)));
+    S::Store(coef + 4 * stride + i, S::Mul(s, sa));
+    S::Store(coef + 5 * stride + i, S::Mul(c, sb));
+  }
+}
+
+/// A sub-block of 8 tokens of packed keys.
+struct PackedKeys {
+  const uint8_t* codes;  ///< word of channel 0
+  size_t row;            ///< bytes from channel to channel
+  uint32_t shift;        ///< of the sub-block's first token in the word
+  const float* scale;    ///< [D] f32
+  const float* zero;
+  const float* coef;     ///< RotationCoefficients, if rotated
+  const float* step;     ///< rotation by the tokens' offsets
+  Ahead ahead;           ///< used by ScoreRotated alone
+};
+
+/// Decodes channels [begin, end) without rotation and calls use(channel, values of kChannels channels, pairs order).
+template <class S, int kBits, class Use>
+inline void DecodePlain(const PackedKeys& k, uint32_t begin, uint32_t end, Use&& use) {
+  const auto shift = S::KeyShift(kBits, k.shift);
+  for (uint32_t c = begin; c < end; c += S::kChannels) {
+    const uint8_t* p = k.codes + c * k.row;
+    const auto codes = S::template Codes<kBits>(S::KeyWords(p, p + k.row), shift);
+    use(c, S::Fma(codes, S::Channels(k.scale + c), S::Channels(k.zero + c)));
+  }
+}
+
+/// Decodes and rotates the rotary channels; calls use(pair, first channels' values, second channels' values).
+template <class S, int kBits, bool kHalves, class Use>
+inline void DecodeRotated(const PackedKeys& k, const RopeView& rope, Use&& use) {
+  using V = typename S::V;
+  const auto shift = S::KeyShift(kBits, k.shift);
+  const size_t to_second = (kHalves ? rope.n_pairs : 1) * k.row, to_next = (kHalves ? 1 : 2) * k.row;
+  const uint8_t* p = k.codes + rope.offset * k.row;
+  const float* coef = k.coef;
+  constexpr uint32_t stride = kCoefStride;
+  for (uint32_t j = 0; j < rope.n_pairs; j += S::kChannels, p += S::kChannels * to_next, coef += S::kChannels) {
+    const V a = S::template Codes<kBits>(S::KeyWords(p, p + to_next), shift);
+    const V b = S::template Codes<kBits>(S::KeyWords(p + to_second, p + to_second + to_next), shift);
+    V x = S::Fma(a, S::Channels(coef + stride), S::Channels(coef));
+    V y = S::Fma(a, S::Channels(coef + 4 * stride), S::Channels(coef + 3 * stride));
+    x = S::Fma(b, S::Channels(coef + 2 * stride), x);
+    y = S::Fma(b, S::Channels(coef + 5 * stride), y);
+    const float* step = k.step + static_cast<size_t>(j) * 16;
+    const V c = S::Load(step), s = S::Load(step + S::kLanes);
+    use(j, S::Fnma(y, s, S::Mul(x, c)), S::Fma(y, c, S::Mul(x, s)));
+  }
+}
+
+/// Decodes a window of 8 packed keys and multiplies it with kM query vectors.
+/// q_plain: [channel / C][kM][C], q_pairs: [pair / C][kM][2][C] with C = S::kChannels, so that one pointer walks each.
+template <class S, int kBits, bool kHalves, int kM>
+void ScoreRotated(const PackedKeys& k, const RopeView& rope, const float* q_pairs, typename S::V (&acc)[kM]) {
+  using V = typename S::V;
+  constexpr uint32_t kC = S::kChannels, kRow = kBits;  // 8 codes of kBits are kBits bytes
+  const typename S::template PairCodes<kBits, kHalves> codes;
+  const uint8_t* p = k.codes + rope.offset * kRow;
+  const size_t to_second = rope.n_pairs * kRow;
+  const float *coef = k.coef, *step = k.step;
+  Ahead ahead = k.ahead;
+  for (uint32_t j = 0; j < rope.n_pairs; j += kC) {
+    V a, b;
+    codes.Load(p, to_second, a, b);
+    ahead.Fetch();
+    V x = S::Fma(a, S::Channels(coef + kCoefStride), S::Channels(coef));
+    V y = S::Fma(a, S::Channels(coef + 4 * kCoefStride), S::Channels(coef + 3 * kCoefStride));
+    x = S::Fma(b, S::Channels(coef + 2 * kCoefStride), x);
+    y = S::Fma(b, S::Channels(coef + 5 * kCoefStride), y);
+    const V c = S::Load(step), s = S::Load(step + S::kLanes);
+    const V first = S::Fnma(y, s, S::Mul(x, c)), second = S::Fma(y, c, S::Mul(x, s));
+#pragma GCC unroll 8
+    for (int m = 0; m < kM; ++m) acc[m] = S::Fma(first, S::Channels(q_pairs + 2 * kC * m), acc[m]);
+#pragma GCC unroll 8
+    for (int m = 0; m < kM; ++m) acc[m] = S::Fma(second, S::Channels(q_pairs + 2 * kC * m + kC), acc[m]);
+    p += kC * kRow * (kHalves ? 1 : 2);
+    coef += kC;
+    step += 2 * S::kLanes;
+    q_pairs += 2 * kC * kM;
+  }
+}
+
+/// Channels [begin, end), not rotated.
+template <class S, int kBits, int kM>
+void ScorePlain(const PackedKeys& k, uint32_t begin, uint32_t end, const float* q_plain, typename S::V (&acc)[kM]) {
+  using V = typename S::V;
+  constexpr uint32_t kC = S::kChannels;
+  const typename S::template PairCodes<kBits, true> codes;
+  q_plain += begin * kM;
+  for (uint32_t c = begin; c < end; c += kC, q_plain += kC * kM) {
+    const V x = S::Fma(codes.LoadOne(k.codes + c * kBits), S::Channels(k.scale + c), S::Channels(k.zero + c));
+#pragma GCC unroll 8
+    for (int m = 0; m < kM; ++m) acc[m] = S::Fma(x, S::Channels(q_plain + kC * m), acc[m]);
+  }
+}
+
+template <class S, int kBits, int kM>
+void ScorePacked(const PackedKeys& k, const HeadArgs& h, bool rotate, const float* q_plain, const float* q_pairs,
+                 float* scores) {
+  typename S::V acc[kM];
+  for (int m = 0; m < kM; ++m) acc[m] = S::Zero();
+  uint32_t begin = 0;
+  if (rotate) {
+    if (h.rope.halves) {
+      ScoreRotated<S, kBits, true, kM>(k, h.rope, q_pairs, acc);
+    } else {
+      ScoreRotated<S, kBits, false, kM>(k, h.rope, q_pairs, acc);
+    }
+    ScorePlain<S, kBits, kM>(k, 0, h.rope.offset, q_plain, acc);
+    begin = h.rope.offset + 2 * h.rope.n_pairs;
+  }
+  ScorePlain<S, kBits, kM>(k, begin, h.head_dim, q_plain, acc);
+  for (int m = 0; m < kM; ++m) S::FoldBlocks(S::PairsToBlocks(acc[m]), scores + m * kTile);
+}
+
+/// Decodes (and rotates) a sub-block of 8 packed keys into f32 columns: channel c, token t at dst[c * stride + t].
+template <class S, int kBits>
+void StorePacked(const PackedKeys& k, const HeadArgs& h, bool rotate, float* dst, size_t stride) {
+  using V = typename S::V;
+  const RopeView& rope = h.rope;
+  const auto store = [&](uint32_t c0, uint32_t c1, V x) {
+    S::StoreBlocks(S::PairsToBlocks(x), dst + c0 * stride, dst + c1 * stride);
+  };
+  const auto plain = [&](uint32_t c, V x) { store(c, c + 1, x); };
+  if (!rotate) return DecodePlain<S, kBits>(k, 0, h.head_dim, plain);
+  if (rope.halves) {
+    DecodeRotated<S, kBits, true>(k, rope, [&](uint32_t j, V x, V y) {
+      store(rope.offset + j, rope.offset + j + 1, x);
+      store(rope.offset + rope.n_pairs + j, rope.offset + rope.n_pairs + j + 1, y);
+    });
+  } else {
+    DecodeRotated<S, kBits, false>(k, rope, [&](uint32_t j, V x, V y) {
+      store(rope.offset + 2 * j, rope.offset + 2 * j + 2, x);
+      store(rope.offset + 2 * j + 1, rope.offset + 2 * j + 3, y);
+    });
+  }
+  DecodePlain<S, kBits>(k, 0, rope.offset, plain);
+  DecodePlain<S, kBits>(k, rope.offset + 2 * rope.n_pairs, h.head_dim, plain);
+}
+
+/// True if sub-blocks of 8 tokens and whole vectors of channels fit the window's codes.
+template <class S>
+bool PackedInVectors(const HeadArgs& h, bool rotate) {
+  if (h.window < 8) return false;
+  return !rotate || (h.rope.n_pairs % S::kChannels == 0 && h.rope.offset % S::kChannels == 0);
+}
+
+/// Any shape, one number at a time: window -> f32, channel c, token t at dst[t / 8 * block_stride + c * stride + t % 8].
+template <class S>
+void DecodeKeysAnyShape(const HeadArgs& h, const WindowRef& w, float* coef, float* dst, size_t stride,
+                        size_t block_stride) {
+  const PackedBlock b = LocatePacked(h, w);
+  const uint32_t bits = w.format == WindowFormat::kPacked2 ? 2 : 4, d = h.head_dim, sub = h.window < 8 ? h.window : 8;
+  const uint32_t d_pad = PadLanes(d) + 2 * kPad;
+  float *scale = coef, *zero = coef + d_pad, *rotation = coef + 2 * d_pad;
+  WidenF16<S>(b.k_scale, d, scale);
+  WidenF16<S>(b.k_scale + d, d, zero);
+  const RopeView& rope = h.rope;
+  const bool rotate = Rotates(h, w);
+  for (uint32_t t = 0; t < h.window; ++t) {
+    float* column = dst + t / sub * block_stride + t % sub;
+    const auto code = [&](uint32_t c) {
+      const uint32_t bit = (c * h.window + t) * bits;
+      return static_cast<float>((b.k_codes[bit / 8] >> (bit % 8)) & ((1u << bits) - 1));
+    };
+    for (uint32_t c = 0; c < d; ++c) column[c * stride] = code(c) * scale[c] + zero[c];
+    if (!rotate) continue;
+    RotationCoefficients<S>(rope, w.pos0 + static_cast<int32_t>(t * w.pos_stride), scale + rope.offset,
+                            zero + rope.offset, rotation);
+    for (uint32_t j = 0; j < rope.n_pairs; ++j) {
+      const uint32_t c0 = rope.offset + (rope.halves ? j : 2 * j), c1 = c0 + (rope.halves ? rope.n_pairs : 1);
+      const float x = code(c0), y = code(c1);
+      const float* r = rotation + j;
+      column[c0 * stride] = r[0] + r[kCoefStride] * x + r[2 * kCoefStride] * y;
+      column[c1 * stride] = r[3 * kCoefStride] + r[4 * kCoefStride] * x + r[5 * kCoefStride] * y;
+    }
+  }
+}
+
+/// Packed window of at least 8 tokens: its sub-blocks through f(sub-block index, keys).
+template <class S, class F>
+void ForPackedBlocks(const HeadArgs& h, const WindowRef& w, bool rotate, float* coef, const Ahead& ahead, F&& f) {
+  const PackedBlock b = LocatePacked(h, w);
+  const uint32_t bits = w.format == WindowFormat::kPacked2 ? 2 : 4, d = h.head_dim, d_pad = PadLanes(d) + 2 * kPad;
+  float *scale = coef, *zero = coef + d_pad, *rotation = coef + 2 * d_pad;
+  WidenF16<S>(b.k_scale, d, scale);
+  WidenF16<S>(b.k_scale + d, d, zero);
+  for (uint32_t s = 0; s < h.window / 8; ++s) {
+    if (rotate) {
+      const int32_t pos = w.pos0 + static_cast<int32_t>(8 * s * w.pos_stride);
+      RotationCoefficients<S>(h.rope, pos, scale + h.rope.offset, zero + h.rope.offset, rotation);
+    }
+    const uint32_t bit = 8 * s * bits;
+    f(s, PackedKeys{b.k_codes + bit / 32 * 4, b.k_row, bit % 32, scale, zero, rotation,
+                    w.pos_stride != 0 ? h.rope.step : h.rope.step_zero, ahead});
+  }
+}
+
+/// Packed window of any shape to f32: channel c, token t at dst[t / 8 * block_stride + c * stride + t % 8].
+template <class S>
+void DecodePackedKeys(const HeadArgs& h, const WindowRef& w, float* coef, float* dst, size_t stride, size_t block_stride) {
+  const bool rotate = Rotates(h, w);
+  if (!PackedInVectors<S>(h, rotate)) return DecodeKeysAnyShape<S>(h, w, coef, dst, stride, block_stride);
+  ForPackedBlocks<S>(h, w, rotate, coef, {w.data, 0, 0}, [&](uint32_t s, const PackedKeys& keys) {
+    if (w.format == WindowFormat::kPacked2) {
+      StorePacked<S, 2>(keys, h, rotate, dst + s * block_stride, stride);
+    } else {
+      StorePacked<S, 4>(keys, h, rotate, dst + s * block_stride, stride);
+    }
+  });
+}
+
+}  // namespace qevict::kernels::internal
