@@ -101,6 +101,7 @@ class KldRun {
                              std::to_string(ChunkTokens()) + " tokens need " +
                              std::to_string(needed) + ": lower --chunks, --prompt or --score");
     }
+    QEVICT_RETURN_IF_ERROR(TryBudgets(*ours, (*tokens)[0]));
     progress_.emplace("", TotalTokens());
     Logits reference(static_cast<size_t>(o_.n_score), static_cast<size_t>(cpu->n_vocab()));
     for (size_t c = 0; c < static_cast<size_t>(o_.n_chunks); ++c) {
@@ -129,6 +130,20 @@ class KldRun {
   size_t ChunkTokens() const { return static_cast<size_t>(o_.n_prompt + o_.n_score); }
   uint64_t TotalTokens() const {
     return static_cast<uint64_t>(o_.n_chunks) * ChunkTokens() * (contenders_.size() + 1);
+  }
+
+  /// Whether every cache can be made, before hours have gone by.
+  Status TryBudgets(const Model& model, llama_token token) const {
+    for (const Contender& c : contenders_) {
+      if (!c.config) continue;
+      auto context =
+          Context::Create(model, options_, *c.config, static_cast<uint32_t>(ChunkTokens()));
+      const Status status = context.ok() ? context->Decode({&token, 1}, 1) : context.status();
+      if (!status.ok()) {
+        return {status.code(), c.policy + " at " + c.budget + ": " + status.message()};
+      }
+    }
+    return {};
   }
 
   /// Prompt and scored tokens through a context; on_row(position, logits) for each scored one.
@@ -389,9 +404,7 @@ Command AddKld(CLI::App& eval) {
       "differs from itself with and without flash attention: smaller values mean nothing.\n");
   constexpr const char* kInput = "Input";
   AddModel(*app, o->model)->group(kInput);
-  AddText(*app, "-f,--file", o->file, "FILE", "text, read as raw tokens")
-      ->required()
-      ->group(kInput);
+  AddText(*app, "-f,--file", o->file, "FILE", "text, read as raw tokens")->group(kInput);
   AddInteger(*app, "--chunks", o->n_chunks, 1, 1 << 20, "consecutive chunks of the text")
       ->group(kInput);
   AddInteger(*app, "--prompt", o->n_prompt, 1, 1 << 24, "tokens read before the first decision")
@@ -424,8 +437,9 @@ Command AddKld(CLI::App& eval) {
 
 std::vector<Command> AddEval(CLI::App& root) {
   CLI::App* eval = root.add_subcommand("eval", "measure what compression does to a model");
-  SetHelp(*eval, "Measures what compression does to a model.", "qevict eval TASK [options]", "");
-  eval->require_subcommand(1);
+  SetHelp(*eval, "Measures what compression does to a model.", "qevict eval TASK [options]",
+          "  qevict eval kld -m model.gguf -f wiki.test.raw\n");
+  eval->require_subcommand(1)->group("Commands");
   return {AddKld(*eval)};
 }
 

@@ -20,6 +20,14 @@ Result<ggml_backend_dev_t> QEvictDevice() {
   return ggml_backend_reg_dev_get(reg, 0);
 }
 
+/// Why creating or using a cache failed. A budget that is too small is for the user to correct.
+Status CacheFailure(StatusCode code, const std::string& what) {
+  const std::string why = WhyFailed(what);
+  const bool budget = why.starts_with("budget ") || why.starts_with("the budget of ") ||
+                      why.starts_with("bad configuration");
+  return {budget ? StatusCode::kInvalidArgument : code, why};
+}
+
 /// One row per token, of sequence 0.
 class Batch {
  public:
@@ -167,7 +175,7 @@ Result<Context> Context::Create(const Model& model, const ContextOptions& option
   params.abort_callback = StopCompute;
   ForgetErrors();
   llama_context* made = llama_init_from_model(model.get(), params);
-  if (!made) return FailedPrecondition(WhyFailed("the context cannot be created"));
+  if (!made) return CacheFailure(StatusCode::kFailedPrecondition, "the context cannot be created");
   Context context(made);
   if (!ours) return context;
 
@@ -176,7 +184,8 @@ Result<Context> Context::Create(const Model& model, const ContextOptions& option
   if (qevict_get_stats(context.session_, &stats) != 0 || stats.n_layers == 0) {
     return FailedPrecondition("llama.cpp put no layer's cache on the device QEVICT");
   }
-  if (budget_tokens && qevict_set_budget_tokens(context.session_, budget_tokens) != 0) {
+  if (budget_tokens && !config.budget_tokens &&
+      qevict_set_budget_tokens(context.session_, budget_tokens) != 0) {
     return InvalidArgument(qevict_last_error());
   }
   return context;
@@ -198,8 +207,9 @@ Status Context::Decode(std::span<const llama_token> tokens, uint32_t n_outputs) 
     return ResourceExhausted("the context of " + std::to_string(n_ctx()) +
                              " tokens is full after " + std::to_string(n_past_));
   }
-  return Internal(WhyFailed("decoding " + std::to_string(tokens.size()) + " tokens at position " +
-                            std::to_string(n_past_) + " failed"));
+  return CacheFailure(StatusCode::kInternal, "decoding " + std::to_string(tokens.size()) +
+                                                 " tokens at position " + std::to_string(n_past_) +
+                                                 " failed");
 }
 
 const float* Context::Logits(uint32_t i) const {

@@ -76,12 +76,13 @@ std::string WhyFailed(const std::string& fallback) {
   for (size_t i = c.errors.size(); i-- > 0;) {
     if (c.errors[i].starts_with(kPluginPrefix)) return c.errors[i].substr(kPluginPrefix.size());
   }
+  if (c.errors.empty()) return fallback;
   constexpr std::string_view kTelling = "error loading model: ";
   for (const std::string& line : c.errors) {
     const size_t at = line.find(kTelling);
-    if (at != std::string::npos) return fallback + ": " + line.substr(at + kTelling.size());
+    if (at == std::string::npos || c.errors.front().starts_with("gguf_")) continue;
+    return fallback + ": " + WithoutFunction(line.substr(at + kTelling.size()));
   }
-  if (c.errors.empty()) return fallback;
   return fallback + ": " + WithoutFunction(c.errors.front());
 }
 

@@ -21,7 +21,8 @@ std::string NameOf(const CLI::App& root) {
   return name;
 }
 
-std::string SentenceOf(const CLI::ParseError& error, const CLI::App& root) {
+std::string SentenceOf(const CLI::ParseError& error, const CLI::App& root,
+                       const std::vector<std::string>& words) {
   const std::string see = "; see `" + NameOf(root) + " --help`";
   const std::string text = error.what();
   if (dynamic_cast<const CLI::ExtrasError*>(&error)) {
@@ -30,7 +31,10 @@ std::string SentenceOf(const CLI::ParseError& error, const CLI::App& root) {
     return (first.starts_with("-") ? "unknown option " : "unexpected argument ") + first + see;
   }
   if (dynamic_cast<const CLI::RequiredError*>(&error)) {
-    if (text == "A subcommand is required") return "a command is missing" + see;
+    if (text == "A subcommand is required") {
+      const bool named = !words.empty() && !words.back().starts_with("-") && words.back() != "eval";
+      return (named ? "unknown command " + words.back() : "a command is missing") + see;
+    }
     return "option " + text.substr(0, text.find(' ')) + " is missing" + see;
   }
   if (dynamic_cast<const CLI::ArgumentMismatch*>(&error)) {
@@ -46,9 +50,12 @@ int Main(int argc, char** argv) {
           "qevict COMMAND [options]   (qevict COMMAND --help explains one)",
           "  qevict run -m model.gguf -p \"Why is the sky blue?\" --budget 20%\n"
           "  qevict serve -m model.gguf -c 32768 --budget 1GiB -- --port 8080\n");
-  root.set_version_flag("--version", "qevict " QEVICT_VERSION_STRING)->group("General");
+  root.set_version_flag("--version", "qevict " QEVICT_VERSION_STRING)
+      ->description("print the version")
+      ->group("General");
   root.require_subcommand(1);
   const std::vector<Command> commands = AddCommands(root, arguments);
+  for (const Command& command : commands) command.app->group("Commands");
   try {
     std::vector<std::string> words(arguments.words.rbegin(), arguments.words.rend());
     root.parse(std::move(words));
@@ -61,7 +68,7 @@ int Main(int argc, char** argv) {
     std::printf("%s\n", version.what());
     return kOk;
   } catch (const CLI::ParseError& error) {
-    return Fail(InvalidArgument(SentenceOf(error, root)));
+    return Fail(InvalidArgument(SentenceOf(error, root, arguments.words)));
   }
   for (const Command& command : commands) {
     if (!command.app->parsed()) continue;

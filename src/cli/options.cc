@@ -23,6 +23,15 @@ constexpr std::pair<std::string_view, std::string_view> kSingleDash[] = {
 class HelpFormatter : public CLI::Formatter {
  public:
   explicit HelpFormatter(std::string usage) : usage_(std::move(usage)) { column_width(34); }
+  std::string make_help(const CLI::App* app, std::string name,
+                        CLI::AppFormatMode mode) const override {
+    std::string help = Formatter::make_help(app, std::move(name), mode);
+    for (size_t at; (at = help.find("\n\n\n")) != std::string::npos;) help.erase(at, 1);
+    return help;
+  }
+  std::string make_description(const CLI::App* app) const override {
+    return app->get_description() + "\n\n";
+  }
   std::string make_usage(const CLI::App*, std::string) const override {
     return usage_.empty() ? "" : "Usage: " + usage_ + "\n";
   }
@@ -90,7 +99,7 @@ int Fail(const Status& status) {
 
 void SetHelp(CLI::App& app, const std::string& what, const std::string& usage,
              const std::string& examples) {
-  app.description(what + "\n");
+  app.description(what);
   app.formatter(std::make_shared<HelpFormatter>(usage));
   app.set_help_flag("-h,--help", "print this help")->group("General");
   if (!examples.empty()) app.footer("Examples:\n" + examples);
@@ -160,7 +169,7 @@ CLI::Option* AddFormat(CLI::App& app, Format& target, const std::string& help) {
             } else if (text == "json") {
               target = Format::kJson;
             } else {
-              Refuse("--output", text, "md, csv or json");
+              Refuse("-o", text, "md, csv or json");
             }
           },
           help)

@@ -3,6 +3,7 @@
 
 #include "cli/capacity.h"
 #include "cli/commands.h"
+#include "cli/log.h"
 #include "cli/report.h"
 #include "cli/run.h"
 #include "qevict/version.h"
@@ -78,6 +79,7 @@ Metrics Totals(const PlanOptions& o, const ModelShape& model, const CapacityPlan
 int PrintPlan(const PlanOptions& o) {
   const Result<Config> config = o.cache.Build();
   if (!config.ok()) return Fail(config.status());
+  CaptureLog(false);
   const Result<ModelShape> model = ReadModelShape(o.model);
   if (!model.ok()) return Fail(model.status());
   CacheUse use;

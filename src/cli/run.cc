@@ -121,8 +121,8 @@ int RunOnce(const RunOptions& o, const Config& config, const Model& model, const
                "reading the prompt", [&](llama_token token) {
                  if (stream) PrintText(model.Piece(token));
                });
-  if (stream) PrintText("\n");
   if (!g.ok()) return Fail(g.status());
+  if (stream) PrintText("\n");
   const Result<qevict_stats> stats = context->Stats();
   if (!stats.ok()) return Fail(stats.status());
 

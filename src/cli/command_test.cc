@@ -1,0 +1,303 @@
+// The command as people run it: exit codes, one sentence per error, output that programs can read.
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <map>
+
+#include "cli/text.h"
+
+namespace qevict::cli {
+namespace {
+
+std::string FromEnvironment(const char* name) {
+  const char* value = std::getenv(name);
+  return value ? value : "";
+}
+std::string Tiny(const std::string& name) {
+  return FromEnvironment("QEVICT_TINY_DIR") + "/" + name + ".gguf";
+}
+std::string Book() { return FromEnvironment("QEVICT_SOURCE_DIR") + "/tests/data/dorian_gray.txt"; }
+
+struct Outcome {
+  int code = -1;
+  std::string out, err;
+  size_t n_error_lines() const {
+    return static_cast<size_t>(std::count(err.begin(), err.end(), '\n'));
+  }
+};
+
+std::string Contents(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+/// Runs `BEFORE qevict ARGUMENTS` (shell syntax), with an empty stdin unless BEFORE pipes one in.
+Outcome Qevict(const std::string& arguments, const std::string& before = "") {
+  const std::string base = testing::TempDir() + "/qevict_command_test_" + std::to_string(getpid());
+  const std::string line = before + " '" + FromEnvironment("QEVICT_COMMAND") + "' " + arguments +
+                           " >" + base + ".out 2>" + base + ".err" +
+                           (before.ends_with("|") ? "" : " </dev/null");
+  const int status = std::system(line.c_str());
+  Outcome outcome{WIFEXITED(status) ? WEXITSTATUS(status) : -1, Contents(base + ".out"),
+                  Contents(base + ".err")};
+  std::remove((base + ".out").c_str());
+  std::remove((base + ".err").c_str());
+  return outcome;
+}
+
+class CommandTest : public testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    ASSERT_FALSE(FromEnvironment("QEVICT_COMMAND").empty()) << "run by ctest";
+    text_ = testing::TempDir() + "/qevict_command_test.txt";
+    std::ofstream(text_) << Contents(Book()).substr(2000, 900);
+  }
+  static void TearDownTestSuite() { std::remove(text_.c_str()); }
+
+  static std::string Run(const std::string& more, const std::string& model = "llama-hd64") {
+    return "run -m " + Tiny(model) + " -f " + text_ + " -t 1 -n 24 --ignore-eos " + more;
+  }
+  static Json RunJson(const std::string& more, const std::string& model = "llama-hd64") {
+    const Outcome o = Qevict(Run(more + " -o json", model));
+    EXPECT_EQ(o.code, 0) << o.err;
+    return Json::parse(o.out, nullptr, false);
+  }
+  static inline std::string text_;
+};
+
+TEST_F(CommandTest, UsageErrorsAreOneSentenceAndCode2) {
+  const std::string model = Tiny("llama-hd64");
+  const std::pair<std::string, std::string> cases[] = {
+      {"", "command is missing"},
+      {"fly", "unknown command fly"},
+      {"eval", "command is missing"},
+      {"run --fly", "unknown option --fly"},
+      {"run", "no model"},
+      {"run -m", "needs one value"},
+      {"run -m /nonexistent -p x", "/nonexistent cannot be read"},
+      {"run -m " + Book() + " -p x", "is not GGUF"},
+      {"run -m " + model + " -p ''", "the prompt is empty"},
+      {"run -m " + model + " -f /nonexistent", "/nonexistent cannot be read"},
+      {"run -m " + model + " -p x -n 0", "-n 0 is not legal: expected an integer from 1"},
+      {"run -m " + model + " -p x -n many", "-n many is not legal"},
+      {"run -m " + model + " -p x --temp -1", "--temp -1 is not legal"},
+      {"run -m " + model + " -p x --budget 120%", "budget=120% is not legal"},
+      {"run -m " + model + " -p x --bits 3", "bits=3 is not legal: expected 2 or 4"},
+      {"run -m " + model + " -p x --policy magic", "preset=magic is not legal"},
+      {"run -m " + model + " -p x --set a=b", "unknown key a"},
+      {"run -m " + model + " -p x -o xml", "-o xml is not legal: expected md, csv or json"},
+      {"run -m " + model + " -p x --system y", "--system needs a chat template"},
+      {"run -m " + model + " -p x --chat", "has none"},
+      {"run -m " + model + " -p x --chat --no-chat", "contradict"},
+      {"run -m " + model + " -f " + text_ + " -c 64", "-c allows 64"},
+      {"run -m " + model + " -p x --budget 1KiB", "budget of 1024 bytes is below the minimum"},
+      {"run -m " + model + " -p x --budget 1%", "budget 1% of"},
+      {"run -m " + model + " -p x -- --port 1", "only `qevict serve`"},
+      {"plan -m " + model + " -c 4096 --budget 1KiB", "below the minimum"},
+      {"serve -m " + model + " --server /nonexistent --dry-run", "/nonexistent"},
+      {"serve -m " + model + " --dry-run -- --device CPU", "--device"},
+      {"eval kld -m " + model + " -f " + text_, "tokens, but 8 chunks of 4096 tokens need"},
+      {"eval kld -m " + model + " -f " + text_ + " --step 3", "--step 3 does not divide"},
+      {"eval kld -m " + model, "there is no text"},
+  };
+  for (const auto& [arguments, part] : cases) {
+    const Outcome o = Qevict(arguments);
+    EXPECT_EQ(o.code, 2) << arguments << "\n" << o.err;
+    EXPECT_EQ(o.n_error_lines(), 1u) << arguments << "\n" << o.err;
+    EXPECT_EQ(o.err.rfind("qevict: ", 0), 0u) << o.err;
+    EXPECT_NE(o.err.find(part), std::string::npos) << arguments << "\n" << o.err;
+    EXPECT_EQ(o.out, "") << arguments;
+  }
+}
+
+TEST_F(CommandTest, WhatQevictCannotHoldIsARuntimeFailure) {
+  for (const char* name : {"mamba", "deepseek2-mla"}) {
+    const Outcome o = Qevict(Run("", name));
+    EXPECT_EQ(o.code, 1) << name << o.err;
+    EXPECT_EQ(o.n_error_lines(), 1u) << o.err;
+    EXPECT_NE(o.err.find("not support"), std::string::npos) << o.err;
+  }
+}
+
+TEST_F(CommandTest, HelpOfEveryCommand) {
+  for (const char* command : {"", "run", "serve", "plan", "info", "eval", "eval kld"}) {
+    const Outcome o = Qevict(std::string(command) + " --help");
+    EXPECT_EQ(o.code, 0) << command;
+    EXPECT_EQ(o.err, "") << command;
+    EXPECT_NE(o.out.find("Usage: qevict"), std::string::npos) << command;
+    EXPECT_NE(o.out.find("Examples:"), std::string::npos) << command;
+    EXPECT_EQ(o.out.find("\n\n\n"), std::string::npos) << command;
+  }
+  EXPECT_EQ(Qevict("--version").out.rfind("qevict ", 0), 0u);
+}
+
+TEST_F(CommandTest, InfoSaysWhatThereIs) {
+  const Json info = Json::parse(Qevict("info -o json").out);
+  EXPECT_EQ(info["presets"], (Json{"qevict", "streaming", "full"}));
+  EXPECT_EQ(info["isas"][0], "scalar");
+  EXPECT_EQ(info["plugin"], FromEnvironment("QEVICT_PLUGIN"));
+  EXPECT_EQ(Json::parse(Qevict("info -o json", "QEVICT_SIMD=scalar").out)["isa"], "scalar");
+  EXPECT_NE(Qevict("info").out.find("ggml"), std::string::npos);
+}
+
+TEST_F(CommandTest, RunStreamsTextAndReportsOnStderr) {
+  const Outcome o = Qevict(Run("--budget 40%"));
+  EXPECT_EQ(o.code, 0) << o.err;
+  EXPECT_GT(o.out.size(), 10u);
+  EXPECT_NE(o.err.find("TTFT, ms"), std::string::npos);
+  EXPECT_NE(o.err.find("share of f16"), std::string::npos);
+  EXPECT_EQ(Qevict(Run("--budget 40%")).out, o.out) << "greedy runs repeat";
+}
+
+TEST_F(CommandTest, RunJsonAddsUp) {
+  const Json j = RunJson("--budget 40% --set check=true");
+  ASSERT_TRUE(j.is_object());
+  const Json& kv = j["kv"];
+  EXPECT_EQ(j["generated_tokens"], 24);
+  EXPECT_EQ(kv["total_bytes"].get<uint64_t>(),
+            kv["full_bytes"].get<uint64_t>() + kv["packed_bytes"].get<uint64_t>() +
+                kv["dormant_bytes"].get<uint64_t>() + kv["tables_bytes"].get<uint64_t>() +
+                kv["slack_bytes"].get<uint64_t>());
+  EXPECT_LE(kv["total_bytes"].get<uint64_t>(), kv["budget_bytes"].get<uint64_t>());
+  EXPECT_GT(j["tokens"]["evicted"].get<double>(), 0.0);
+  EXPECT_GT(j["routing"]["events"].get<int>(), 0);
+  EXPECT_EQ(j["violations"], 0);
+  const double tokens = j["prompt_tokens"].get<double>() + 23.0;  // the last one is not fed back
+  EXPECT_DOUBLE_EQ(j["tokens"]["full"].get<double>() + j["tokens"]["packed"].get<double>() +
+                       j["tokens"]["evicted"].get<double>(),
+                   tokens);
+  // 2 layers, K and V, 3 heads of 64 channels of 2 bytes.
+  EXPECT_EQ(kv["f16_bytes"].get<double>(), tokens * 2 * 2 * 3 * 64 * 2);
+  // A fraction is of prompt and answer, not of the rounded context.
+  EXPECT_NEAR(kv["budget_bytes"].get<double>(),
+              0.4 * (j["prompt_tokens"].get<double>() + 24) * 2 * 2 * 3 * 64 * 2, 2.0);
+}
+
+TEST_F(CommandTest, CsvIsOneRowPerMetric) {
+  const Outcome o = Qevict(Run("--budget 40% -o csv"));
+  EXPECT_EQ(o.code, 0) << o.err;
+  EXPECT_EQ(o.out.rfind("metric,value\nprompt_tokens,", 0), 0u) << o.out;
+}
+
+TEST_F(CommandTest, FullPresetIsTheCpuBackend) {
+  const Json j = RunJson("--preset full --compare");
+  EXPECT_EQ(j["full"]["text"], j["compressed"]["text"]);
+  EXPECT_EQ(j["agreement"]["same_tokens"], 24);
+  EXPECT_EQ(j["agreement"]["positions"], 24);
+  EXPECT_LT(j["agreement"]["kl_mean"].get<double>(), 1e-3);
+  EXPECT_EQ(j["agreement"]["same_top_percent"], 100.0);
+}
+
+TEST_F(CommandTest, CompareMeasuresTheDifference) {
+  const Json j = RunJson("--budget 30% --compare");
+  EXPECT_GT(j["agreement"]["kl_mean"].get<double>(), 1e-3);
+  EXPECT_LT(j["compressed"]["kv"]["share_percent"].get<double>(), 30.1);
+  EXPECT_EQ(j["full"]["kv"]["total_bytes"], j["compressed"]["kv"]["f16_bytes"]);
+  EXPECT_GT(j["agreement"]["full_tokens_per_s"].get<double>(), 0.0);
+}
+
+TEST_F(CommandTest, SamplingIsRepeatableBySeed) {
+  const std::string sample = "--budget 40% --temp 1.5 --top-k 0 --top-p 1 --min-p 0 ";
+  const std::string one = Qevict(Run(sample + "-s 1")).out;
+  EXPECT_EQ(Qevict(Run(sample + "-s 1")).out, one);
+  EXPECT_NE(Qevict(Run(sample + "-s 2")).out, one);
+}
+
+TEST_F(CommandTest, PromptFromStdin) {
+  const std::string arguments = "run -m " + Tiny("llama-hd64") + " -t 1 -n 4 --ignore-eos -o json";
+  const Outcome piped = Qevict(arguments, "cat " + text_ + " |");
+  EXPECT_EQ(piped.code, 0) << piped.err;
+  EXPECT_EQ(Json::parse(piped.out)["prompt_tokens"], RunJson("")["prompt_tokens"]);
+}
+
+TEST_F(CommandTest, VerboseShowsTheLogOfLlama) {
+  EXPECT_NE(Qevict(Run("--budget 40% -v")).err.find("llama_context"), std::string::npos);
+}
+
+TEST_F(CommandTest, PlanReadsMetadataOnly) {
+  const Json j =
+      Json::parse(Qevict("plan -m " + Tiny("llama-hd64") + " -c 4096 --budget 20% -o json").out);
+  EXPECT_EQ(j["f16_bytes"], 4096 * 2 * 2 * 3 * 64 * 2);
+  EXPECT_EQ(j["layers"].size(), 1u);
+  EXPECT_EQ(j["layers"][0]["layers"], "0-1");
+  EXPECT_LE(j["total_bytes"].get<uint64_t>(), j["budget_bytes"].get<uint64_t>());
+  EXPECT_GT(j["share_percent"].get<double>(), 18.0);
+  const Outcome sliding = Qevict("plan -m " + Tiny("gemma3-hd64") + " -c 8192 -np 2 -kvu");
+  EXPECT_EQ(sliding.code, 0) << sliding.err;
+  EXPECT_NE(sliding.out.find("yes"), std::string::npos) << sliding.out;
+}
+
+TEST_F(CommandTest, ServeDryRunPrintsEnvironmentAndCommand) {
+  const std::string start = "serve --dry-run -m " + Tiny("llama-hd64");
+  const Outcome o = Qevict(start + " -c 4096 -np 2 --budget 25% -- --api-key 'a b'");
+  EXPECT_EQ(o.code, 0) << o.err;
+  for (const char* part : {"GGML_BACKEND_PATH=", "LLAMA_ARG_DEVICE=QEVICT", "budget=0.25",
+                           "-c 4096", "-np 2", "--api-key 'a b'", "LLAMA_ARG_CACHE_RAM=0"}) {
+    EXPECT_NE(o.out.find(part), std::string::npos) << part << " in " << o.out;
+  }
+  EXPECT_EQ(Qevict(start + " -- --cache-ram 64").out.find("LLAMA_ARG_CACHE_RAM"),
+            std::string::npos);
+}
+
+TEST_F(CommandTest, ServeStartsTheServer) {
+  const std::string server = testing::TempDir() + "/qevict_fake_server";
+  std::ofstream(server) << "#!/bin/sh\necho \"$GGML_BACKEND_PATH|$QEVICT_CONFIG|$*\"\n";
+  ASSERT_EQ(std::system(("chmod +x " + server).c_str()), 0);
+  const Outcome o =
+      Qevict("serve -m " + Tiny("llama-hd64") + " --server " + server + " -- --slots");
+  EXPECT_EQ(o.code, 0) << o.err;
+  EXPECT_EQ(o.out.rfind(FromEnvironment("QEVICT_PLUGIN") + "|preset=qevict,budget=0.2,", 0), 0u)
+      << o.out;
+  EXPECT_NE(o.out.find("--slots\n"), std::string::npos);
+  std::remove(server.c_str());
+}
+
+TEST_F(CommandTest, KldOfTheFullPresetIsRounding) {
+  const Outcome o =
+      Qevict("eval kld -m " + Tiny("llama-hd64") + " -f " + Book() +
+             " -t 1 --chunks 2 --prompt 200 --score 40 --policy full,qevict --budget 40%"
+             " --floor -o json");
+  ASSERT_EQ(o.code, 0) << o.err;
+  std::map<std::string, Json> summaries;
+  size_t n_chunks = 0, begin = 0;
+  while (begin < o.out.size()) {
+    const size_t end = o.out.find('\n', begin);
+    const Json line = Json::parse(o.out.substr(begin, end - begin));
+    if (line["type"] == "summary") summaries[line["policy"]] = line;
+    if (line["type"] == "chunk") n_chunks += line["kl"].size() == 40 ? 1 : 0;
+    begin = end + 1;
+  }
+  EXPECT_EQ(n_chunks, 6u);
+  ASSERT_EQ(summaries.size(), 3u);
+  EXPECT_LT(summaries["full"]["kl_mean"].get<double>(), 1e-3);
+  EXPECT_LT(summaries["floor"]["kl_mean"].get<double>(), 1e-3);
+  EXPECT_GT(summaries["qevict"]["kl_mean"].get<double>(), 1e-3);
+  EXPECT_EQ(summaries["qevict"]["positions"], 80);
+  EXPECT_LT(summaries["qevict"]["kv_share_percent"].get<double>(), 40.1);
+  EXPECT_EQ(summaries["qevict"]["events"], 5.0);
+  EXPECT_NEAR(summaries["full"]["ppl_ratio"].get<double>(), 1.0, 1e-3);
+}
+
+// A step of R tokens decides as R single tokens do: the logits differ by rounding only.
+TEST_F(CommandTest, KldStepsDoNotChangeTheResult) {
+  const std::string start = "eval kld -m " + Tiny("llama-hd64") + " -f " + Book() +
+                            " -t 1 --chunks 1 --prompt 200 --score 24 --budget 40% -o json --step ";
+  const auto summary = [&](const char* step) {
+    const std::string out = Qevict(start + step).out;
+    const size_t line = out.rfind('\n', out.size() - 2);
+    return Json::parse(out.substr(line + 1));
+  };
+  const Json one = summary("1"), eight = summary("8");
+  EXPECT_NEAR(one["kl_mean"].get<double>(), eight["kl_mean"].get<double>(), 1e-3);
+  EXPECT_EQ(one["events"], eight["events"]);
+  EXPECT_EQ(one["packed_tokens"], eight["packed_tokens"]);
+}
+
+}  // namespace
+}  // namespace qevict::cli
