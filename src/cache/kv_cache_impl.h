@@ -326,6 +326,7 @@ struct KvCache::Impl {
 
   // routing.cc
   bool NoteStep(SeqId seq, uint32_t n, bool decode);
+  void KeepLastRows(Sequence& s, uint32_t n);
   Status Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, ParallelFor& pool);
   Status RouteAll(SeqId seq, uint32_t reserve_tokens, ParallelFor& pool);
   Status CheckedAfterRoute(Status status);

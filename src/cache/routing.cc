@@ -33,12 +33,24 @@ bool KvCache::Impl::NoteStep(SeqId seq, uint32_t n, bool decode) {
     s->prompt_phase = false;
   } else {
     s->prompt_phase = true;
+    KeepLastRows(*s, n);
     s->chunk_tokens = std::max(s->chunk_tokens, n);
     s->reserved = 0;
   }
   if (!due && LimitWanted() && RoutedSequence(*s)) due = !FitsNext(*s, n);
   s->event_step = due;
   return due;
+}
+
+/// init_rows = m: scores of a prompt come from its last m rows, but its end is not known. A chunk of n
+/// rows replaces what earlier ones left, except for the share of the m - n rows before it.
+void KvCache::Impl::KeepLastRows(Sequence& s, uint32_t n) {
+  if (config.init_rows == 0) return;
+  const uint32_t m = config.init_rows;
+  const float kept = n >= m ? 0.0f : static_cast<float>(m - n) / static_cast<float>(m);
+  for (LayerSeq& layer : s.layers) {
+    for (UnitRecord& u : layer.units) u.score *= kept;
+  }
 }
 
 void KvCache::Impl::AddMass(uint32_t il, std::span<const WindowId> ids, const float* mass,

@@ -361,5 +361,20 @@ TEST(RouteTest, EventScoresCountOnlyStepsWithAnEvent) {
   EXPECT_EQ(e.cache().score(0, second), 8.0f);
 }
 
+TEST(NoteStepTest, InitRowsKeepWhatTheLastPromptRowsLeft) {
+  Config config = SmallConfig(300);
+  config.init_rows = 40;
+  Engine e(config, TwoLayers(), 1, 1024);
+  e.masses = false;
+  const SeqId seq = e.NewSequence(0);
+  ASSERT_TRUE(e.Prompt(seq, 100, 100).ok());
+  AddScores(e, 0, seq, {1.0f, 1.0f});
+  const WindowId second = e.cache().windows(seq)[1];
+  (void)e.cache().NoteStep(seq, 10, false);
+  EXPECT_EQ(e.cache().score(0, second), 0.75f);  // 30 of the last 40 rows came before this chunk
+  (void)e.cache().NoteStep(seq, 40, false);
+  EXPECT_EQ(e.cache().score(0, second), 0.0f);
+}
+
 }  // namespace
 }  // namespace qevict
