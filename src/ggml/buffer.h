@@ -14,6 +14,7 @@ namespace qevict::plugin {
 struct BufferContext {
   uint8_t* base = nullptr;
   size_t size = 0;
+  size_t added = 0;  ///< bytes of the cache_* tensors so far; all are there when they fill the buffer
   std::shared_ptr<Session> session;
   std::unique_ptr<CacheGroup> group;  ///< null until the first cache_* tensor
 };

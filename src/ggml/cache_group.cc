@@ -17,6 +17,12 @@ std::string MiB(uint64_t bytes) {
   return text;
 }
 
+std::string SizeText(uint64_t bytes) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.1f KiB", static_cast<double>(bytes) / 1024.0);
+  return bytes < (1u << 20) ? text : MiB(bytes);
+}
+
 Result<Elem> ElemOf(const ggml_tensor* t) {
   if (t->type == GGML_TYPE_F16) return Elem::kF16;
   if (t->type == GGML_TYPE_BF16) return Elem::kBF16;
@@ -71,6 +77,36 @@ Status CacheGroup::AddTensor(ggml_tensor* tensor) {
     layers_.back().v = tensor;
   }
   return {};
+}
+
+void CacheGroup::ShareBudget(uint64_t all_f16_bytes) {
+  if (cache_ || all_budget_bytes_ == 0 || all_f16_bytes == 0) return;
+  const double part = static_cast<double>(f16_bytes()) / static_cast<double>(all_f16_bytes);
+  config_.budget_bytes = static_cast<uint64_t>(part * static_cast<double>(all_budget_bytes_));
+}
+
+// Heads are not known before the first graph: rows count as small ones, which asks for a little less than KvCache will.
+Status CacheGroup::CheckBudget() const {
+  if (config_.preset == Preset::kFull || layers_.empty() || !layers_.back().v) return {};
+  Config config = config_;
+  if (config.budget_tokens == 0) config.budget_tokens = n_cells_;
+  std::vector<LayerShape> shapes;
+  uint64_t token_bytes = 0;
+  for (const LayerBinding& layer : layers_) {
+    const auto k_row = static_cast<uint32_t>(layer.k->ne[0]), v_row = static_cast<uint32_t>(layer.v->ne[0]);
+    uint32_t head_dim = 64;
+    while (head_dim > 8 && (k_row % head_dim != 0 || v_row % (k_row / head_dim) != 0)) head_dim /= 2;
+    const uint32_t n_heads = std::max(1u, k_row / head_dim);
+    shapes.push_back({n_heads, k_row / n_heads, v_row / n_heads, Elem::kF16, Elem::kF16});
+    token_bytes += layer.k->nb[1] + layer.v->nb[1];
+  }
+  const uint64_t minimum = MinimumBudgetBytes(config, shapes);
+  const uint64_t budget = config.budget_bytes ? config.budget_bytes
+                                              : static_cast<uint64_t>(config.budget_fraction * static_cast<double>(config.budget_tokens) *
+                                                                      static_cast<double>(token_bytes));
+  if (budget >= minimum) return {};
+  return InvalidArgument("a budget of " + SizeText(budget) + " for " + std::to_string(layers_.size()) +
+                         " layers is too small: sinks, recents, one interval and one packed window need at least " + SizeText(minimum));
 }
 
 int CacheGroup::FindLayer(const ggml_tensor* root) const {

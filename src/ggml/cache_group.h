@@ -46,10 +46,14 @@ struct RowGroup {
 
 class CacheGroup {
  public:
-  explicit CacheGroup(Config config) : config_(std::move(config)) {}
+  explicit CacheGroup(Config config) : config_(std::move(config)), all_budget_bytes_(config_.budget_bytes) {}
 
   /// Called by init_tensor for every cache_* tensor; refuses what cannot be held, with the sentence in the Status.
   Status AddTensor(ggml_tensor* tensor);
+  /// The caches of a session share an absolute budget by their sizes: this one gets its part of `all_f16_bytes`.
+  void ShareBudget(uint64_t all_f16_bytes);
+  /// What always stays must fit into the budget; for when all tensors have been added.
+  Status CheckBudget() const;
   /// Learns the head shape of a layer from an attention op over it.
   void Observe(const ggml_tensor* flash_attn);
   /// Learns the RoPE of a layer from a write of its keys. State may be restored before the first step, and is packed by it.
@@ -112,6 +116,7 @@ class CacheGroup {
   bool WantsMass() const { return config_.preset == Preset::kQEvict; }
 
   Config config_;
+  uint64_t all_budget_bytes_;  ///< absolute budget of the session
   std::vector<LayerBinding> layers_;
   std::unique_ptr<KvCache> cache_;
   uint32_t n_streams_ = 0, n_cells_ = 0;
