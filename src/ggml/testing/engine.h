@@ -43,14 +43,18 @@ struct LayerSpec {
   float softcap = 0.0f, max_bias = 0.0f;
   bool fused_qkv = false;  ///< q, k and v are views of one tensor
   int shares = -1;         ///< >= 0: has no cache of its own, attends over that layer's
+  bool swa = false;        ///< lives in the second cache (llama_kv_cache_iswa)
   uint32_t n_heads() const { return n_kv_heads * n_gqa; }
 };
 
 struct CacheSpec {
   std::vector<LayerSpec> layers{1};
   uint32_t n_cells = 256, n_streams = 1;
+  uint32_t swa_cells =
+      0;  ///< > 0: there is a second cache of that many cells, in a buffer of its own
   int n_threads = 2;
   bool reserve = true;  ///< as llama_context does: the scheduler measures a graph first
+  bool dummy = false;   ///< a cache buffer without memory, as llama.cpp makes to measure (--fit)
 };
 
 /// Rows of one layer in a step, before RoPE: q [token][head][head_dim], k and v [token][kv
@@ -62,13 +66,16 @@ struct LayerRows {
 /// Everything one step of the host program hands to the graph.
 struct StepInput {
   uint32_t first_stream = 0, n_streams = 1;
-  uint32_t n_kv = 0;
-  std::vector<int64_t> cells;                ///< one per token, global
-  std::vector<int32_t> pos;                  ///< one per token, or four planes (M-RoPE)
+  uint32_t n_kv = 0;                      ///< visible cells of the first cache
+  std::vector<int64_t> cells, swa_cells;  ///< one per token, global; of the first and second cache
+  std::vector<int32_t> pos;               ///< one per token, or four planes (M-RoPE)
   std::vector<std::vector<uint16_t>> masks;  ///< [token][n_kv] f16; layers share them
   std::vector<uint32_t> mask_of;             ///< which one, per layer
   std::vector<LayerRows> rows;               ///< per layer
   uint32_t n_tokens() const { return static_cast<uint32_t>(cells.size()); }
+  uint32_t n_kv_of(uint32_t il) const {
+    return static_cast<uint32_t>(mask(il).size() / cells.size());
+  }
   const std::vector<uint16_t>& mask(uint32_t il) const { return masks[mask_of[il]]; }
 };
 
@@ -97,7 +104,7 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  bool ok() const { return buffer_ != nullptr; }
+  bool ok() const { return buffer_ && (spec_.swa_cells == 0 || swa_buffer_); }
   /// What llama.cpp does before a cache is used: lets the scheduler measure a graph. False if it
   /// refuses.
   bool Reserve(uint32_t n_tokens, const GraphKind& kind = {});
@@ -125,11 +132,14 @@ class Engine {
   ggml_backend_sched_t sched() { return sched_.get(); }
   /// The backend goes before the buffer, or (the default at destruction) after it.
   void FreeBackend();
-  void FreeBuffer() { buffer_.reset(); }
+  void FreeBuffer() {
+    buffer_.reset();
+    swa_buffer_.reset();
+  }
   uint64_t session() const { return session_; }
   qevict_stats stats() const;
-  CacheGroup* group();
-  KvCache* cache();
+  CacheGroup* group(size_t i = 0);
+  KvCache* cache(size_t i = 0);
   /// Attention-sink logits and frequency factors of a layer (constants of the "model").
   const std::vector<float>& sinks(uint32_t il) const { return sinks_[il]; }
   /// Without this the backend hears of a graph through its thread-count callback, as from
@@ -147,16 +157,24 @@ class Engine {
     ggml_tensor *k, *v;
     std::vector<ggml_tensor*> k_stream, v_stream;
   };
-  void MakeCache();
+  void MakeCache(bool swa, ggml_context_ptr& context, ggml_backend_buffer_ptr& buffer);
   void MakeConstants();
   void Build(const StepInput& in, const GraphKind& kind);
   void BuildLayer(uint32_t il, const StepInput& in, const GraphKind& kind);
   void MakeRows(LayerNodes& nodes, const LayerSpec& layer, uint32_t n);
   ggml_tensor* Rope(const LayerSpec& layer, uint32_t il, ggml_tensor* rows);
-  ggml_tensor* View(ggml_tensor* root, uint32_t head_dim, uint32_t n_kv_heads, const StepInput& in);
+  uint32_t n_cells(uint32_t il) const {
+    return spec_.layers[il].swa ? spec_.swa_cells : spec_.n_cells;
+  }
+  ggml_tensor* View(ggml_tensor* root, uint32_t head_dim, uint32_t n_kv_heads, uint32_t n_kv,
+                    const StepInput& in);
+  ggml_tensor* TransposedView(ggml_tensor* root, uint32_t head_dim, uint32_t n_kv_heads,
+                              uint32_t n_kv, const StepInput& in);
   ggml_tensor* StoreRows(ggml_tensor* root, ggml_tensor* rows, ggml_tensor* cells);
-  ggml_tensor* PlainAttention(const LayerSpec& layer, ggml_tensor* q, ggml_tensor* k,
-                              ggml_tensor* v, ggml_tensor* mask);
+  ggml_tensor* StoreTransposed(ggml_tensor* root, ggml_tensor* rows);
+  ggml_tensor* Attention(uint32_t il, ggml_tensor* q, ggml_tensor* k, ggml_tensor* v,
+                         ggml_tensor* mask, bool flash);
+  ggml_tensor* BuildShift();
   void SetInputs(const StepInput& in);
   void Announce();
   StepOutput Compute(const StepInput& in);
@@ -164,8 +182,8 @@ class Engine {
   CacheSpec spec_;
   ggml_backend_ptr qevict_, cpu_;
   ggml_backend_sched_ptr sched_;
-  ggml_context_ptr cache_context_, constants_context_, graph_context_;
-  ggml_backend_buffer_ptr constants_buffer_, buffer_;
+  ggml_context_ptr cache_context_, swa_context_, constants_context_, graph_context_;
+  ggml_backend_buffer_ptr constants_buffer_, buffer_, swa_buffer_;
   std::vector<CacheTensors> tensors_;
   std::vector<ggml_tensor*> sink_tensors_, factor_tensors_;
   std::vector<std::vector<float>> sinks_;
@@ -174,12 +192,20 @@ class Engine {
 
   // The graph of the last Run.
   ggml_cgraph* graph_ = nullptr;
-  ggml_tensor *pos_ = nullptr, *cells_k_ = nullptr, *cells_v_ = nullptr;
+  struct CellNodes {
+    ggml_tensor *k, *v;
+  };
+  ggml_tensor* pos_ = nullptr;
+  CellNodes cells_{}, swa_cells_{};
   std::vector<LayerNodes> nodes_;
   std::vector<ggml_tensor*> masks_;
 };
 
-/// Bytes of q, k and v made from a seed: normal numbers, some key channels larger than the others.
+inline constexpr size_t kGraphNodes = 4096;
+/// A context for tensors without data, and for a graph.
+ggml_context_ptr MakeContext(size_t n_tensors, bool graph);
+
+/// q, k and v made from a seed: normal numbers, some key channels larger than the others.
 LayerRows RandomRows(const LayerSpec& layer, uint32_t n_tokens, uint64_t seed);
 
 }  // namespace qevict::plugin::testing

@@ -28,17 +28,18 @@ std::vector<double> ReferenceAttention(const LayerSpec& layer, const StepInput& 
                                        const std::vector<float>& sinks, std::vector<double>* mass) {
   const uint32_t n_heads = layer.n_heads(), d = layer.head_dim, dv = layer.head_dim_v,
                  n = in.n_tokens();
+  const uint32_t n_kv = in.n_kv_of(il);
   const double scale = 1.0 / std::sqrt(static_cast<double>(d));
-  std::vector<double> out(size_t{n} * n_heads * dv, 0.0), logits(in.n_kv);
-  if (mass) mass->assign(size_t{n} * layer.n_kv_heads * in.n_kv, 0.0);
+  std::vector<double> out(size_t{n} * n_heads * dv, 0.0), logits(n_kv);
+  if (mass) mass->assign(size_t{n} * layer.n_kv_heads * n_kv, 0.0);
   for (uint32_t i = 0; i < n; ++i) {
     const StreamRows& rows = streams[i / (n / in.n_streams)];
-    const uint16_t* mask = in.mask(il).data() + size_t{i} * in.n_kv;
+    const uint16_t* mask = in.mask(il).data() + size_t{i} * n_kv;
     for (uint32_t h = 0; h < n_heads; ++h) {
       const uint32_t kv_head = h / layer.n_gqa;
       const double slope = Slope(layer.max_bias, n_heads, h);
       double top = layer.sinks ? sinks[h] : -std::numeric_limits<double>::infinity();
-      for (uint32_t c = 0; c < in.n_kv; ++c) {
+      for (uint32_t c = 0; c < n_kv; ++c) {
         logits[c] = -std::numeric_limits<double>::infinity();
         const float value = F16ToF32(mask[c]);
         if (std::isinf(value)) continue;
@@ -56,10 +57,10 @@ std::vector<double> ReferenceAttention(const LayerSpec& layer, const StepInput& 
       double sum = layer.sinks ? std::exp(sinks[h] - top) : 0.0;
       for (double& l : logits) sum += l = std::exp(l - top);
       double* o = out.data() + (size_t{i} * n_heads + h) * dv;
-      for (uint32_t c = 0; c < in.n_kv; ++c) {
+      for (uint32_t c = 0; c < n_kv; ++c) {
         const double p = logits[c] / sum;
         if (p == 0.0) continue;
-        if (mass) (*mass)[(size_t{i} * layer.n_kv_heads + kv_head) * in.n_kv + c] += p;
+        if (mass) (*mass)[(size_t{i} * layer.n_kv_heads + kv_head) * n_kv + c] += p;
         for (uint32_t j = 0; j < dv; ++j)
           o[j] += p * rows.v[(size_t{c} * layer.n_kv_heads + kv_head) * dv + j];
       }

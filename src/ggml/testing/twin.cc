@@ -35,15 +35,18 @@ std::vector<Token> Join(std::initializer_list<std::vector<Token>> parts) {
 
 Twin::Twin(const CacheSpec& spec, const std::string& config, const MaskKind& mask)
     : cells(spec.n_streams, spec.n_cells),
+      swa_cells(spec.n_streams, spec.swa_cells),
       ours(spec, Where::kQevict, config),
       cpu(spec, Where::kCpu),
       masks(spec.layers.size(), mask) {}
 
 std::vector<uint16_t> Twin::Mask(const std::vector<Token>& batch, const StepInput& in,
-                                 const MaskKind& kind) const {
-  std::vector<uint16_t> mask = cells.Mask(batch, in.first_stream, in.n_streams, in.n_kv, kind);
+                                 uint32_t il) const {
+  const Cells& own = ours.spec().layers[il].swa ? swa_cells : cells;
+  const uint32_t n_kv = own.n_kv(in.first_stream, in.n_streams);
+  std::vector<uint16_t> mask = own.Mask(batch, in.first_stream, in.n_streams, n_kv, masks[il]);
   for (size_t i = 0; i < mask.size(); ++i) {
-    const auto row = static_cast<uint32_t>(i / in.n_kv), cell = static_cast<uint32_t>(i % in.n_kv);
+    const auto row = static_cast<uint32_t>(i / n_kv), cell = static_cast<uint32_t>(i % n_kv);
     if (Contains(blind_rows, row) || Contains(holes, cell)) mask[i] = 0xFC00;
   }
   return mask;
@@ -51,14 +54,16 @@ std::vector<uint16_t> Twin::Mask(const std::vector<Token>& batch, const StepInpu
 
 StepInput Twin::Input(const std::vector<Token>& batch) {
   StepInput in;
-  in.cells = cells.Place(batch, swa);
+  const CacheSpec& spec = ours.spec();
+  in.cells = cells.Place(batch, spec.swa_cells ? 0 : swa);
+  if (spec.swa_cells) in.swa_cells = swa_cells.Place(batch, swa);
   std::vector<uint32_t> streams;
   for (const Token& t : batch) streams.push_back(cells.stream_of(t.seq));
   in.first_stream = streams.front();
   in.n_streams = streams.back() - streams.front() + 1;
   in.n_kv = cells.n_kv(in.first_stream, in.n_streams);
   bool multi = false;
-  for (const LayerSpec& layer : ours.spec().layers) multi |= layer.rope.multi();
+  for (const LayerSpec& layer : spec.layers) multi |= layer.rope.multi();
   for (const Token& t : batch) in.pos.push_back(t.pos);
   if (multi) {
     for (const Token& t : batch) in.pos.push_back(t.image() ? t.y : t.pos);
@@ -66,14 +71,12 @@ StepInput Twin::Input(const std::vector<Token>& batch) {
     in.pos.resize(4 * batch.size(), 0);
   }
   for (uint32_t il = 0; il < masks.size(); ++il) {
-    in.rows.push_back(RandomRows(ours.spec().layers[il], in.n_tokens(), ++seed_));
-    const auto same = std::find(masks.begin(), masks.begin() + il, masks[il]);
-    if (same != masks.begin() + il) {
-      in.mask_of.push_back(in.mask_of[static_cast<size_t>(same - masks.begin())]);
-      continue;
-    }
-    in.mask_of.push_back(static_cast<uint32_t>(in.masks.size()));
-    in.masks.push_back(Mask(batch, in, masks[il]));
+    in.rows.push_back(RandomRows(spec.layers[il], in.n_tokens(), ++seed_));
+    uint32_t same = 0;  // an earlier layer of the same cache that sees the same
+    while (same < il && (masks[same] != masks[il] || spec.layers[same].swa != spec.layers[il].swa))
+      ++same;
+    in.mask_of.push_back(same < il ? in.mask_of[same] : static_cast<uint32_t>(in.masks.size()));
+    if (same == il) in.masks.push_back(Mask(batch, in, il));
   }
   return in;
 }
@@ -86,7 +89,10 @@ TwinReport Twin::RunInput(const StepInput& in, bool reuse, const GraphKind& kind
   report.status = last_ours_.status;
   if (last_ours_.status != GGML_STATUS_SUCCESS || theirs.status != GGML_STATUS_SUCCESS)
     return report;
-  report.violations = ours.cache()->Validate();
+  for (size_t i = 0; ours.cache(i); ++i) {
+    for (std::string& violation : ours.cache(i)->Validate())
+      report.violations.push_back(std::move(violation));
+  }
   for (uint32_t il = 0; il < in.mask_of.size(); ++il) {
     const LayerSpec& layer = ours.spec().layers[il];
     std::vector<StreamRows> streams;

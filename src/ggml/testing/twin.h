@@ -31,7 +31,7 @@ class Twin {
   explicit Twin(const CacheSpec& spec, const std::string& config = "preset=full",
                 const MaskKind& mask = {});
 
-  Cells cells;
+  Cells cells, swa_cells;  ///< of the first and the second cache
   Engine ours, cpu;
   std::vector<MaskKind> masks;       ///< per layer
   std::vector<uint32_t> blind_rows;  ///< rows of the next steps whose masks are full of -inf
@@ -59,7 +59,7 @@ class Twin {
 
  private:
   std::vector<uint16_t> Mask(const std::vector<Token>& batch, const StepInput& in,
-                             const MaskKind& kind) const;
+                             uint32_t il) const;
   StepInput last_;
   StepOutput last_ours_;
   uint64_t seed_ = 1;
