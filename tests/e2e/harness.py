@@ -130,16 +130,26 @@ def error_lines(log):
             if re.search(r"\b(error|failed|failure|abort(ed)?|assert|invalid)\b", line, re.IGNORECASE) and not HARMLESS.search(line)]
 
 
-def run(name, *args, config=None, device=None, timeout=170, env=None, stdin=None):
+# The last line of the log of programs that end with their timings. llama.cpp's logger drops what is still queued when
+# the program ends, standard output included.
+TIMINGS = "graphs reused"
+
+
+def run(name, *args, config=None, device=None, timeout=170, env=None, stdin=None, until=None):
     """Runs a program of llama.cpp's build. config None: CPU backend; else the plug-in with that QEVICT_CONFIG.
 
-    device: overrides `-dev`; "" leaves the option out (the environment chooses)."""
+    device: overrides `-dev`; "" leaves the option out (the environment chooses).
+    until: text that the output must have, or else the logger has lost its end and the program is run again."""
     if device is None:
         device = "none" if config is None else "QEVICT"
     command = [str(program(name)), *(str(a) for a in args)]
     if device:
         command += ["-dev", device]
-    return execute(command, environment(config, **(env or {})), timeout, stdin)
+    for _ in range(8):
+        done = execute(command, environment(config, **(env or {})), timeout, stdin)
+        if not until or done.rc != 0 or until in done.log or until.encode() in done.out:
+            break
+    return done
 
 
 def execute(command, env, timeout, stdin=None):
@@ -156,7 +166,7 @@ def execute(command, env, timeout, stdin=None):
 def complete(model_path, prompt, n, *args, config=None, **more):
     """Greedy text of llama-completion as bytes, prompt included; any number of tokens, end of text ignored."""
     return run("llama-completion", "-m", model_path, "-p", prompt, "-n", n, "-no-cnv", "--temp", "0", "--ignore-eos",
-               "-t", THREADS, *args, config=config, **more)
+               "-t", THREADS, *args, config=config, until=TIMINGS, **more)
 
 
 def probe(command, timeout=170, env=None, **options):

@@ -2,7 +2,9 @@
 // every step, states, sequences, several contexts. Prints one `key value` a line; a failure is one
 // sentence and exit code 1.
 //
-//   probe logits   --model M --text F --tokens N --decode D --config C [--ctx N] [--type f16|bf16]
+//   probe logits   --model M --text F --tokens N --decode D --config C --ctx N [--type f16|bf16]
+//                  [--override KEY=INT]
+//   probe greedy   --model M --text F --generate N --ctx N --config C
 //   probe budget   --model M --text F --prompt N --generate N --ctx N --chunk N [--config C]
 //   [--fraction-of N] probe state    --model M --text F --prompt N --generate N --ctx N --config C
 //   [--damage truncate|zero|flip|rows] probe fork     --model M --text F --prompt N --ctx N
@@ -13,6 +15,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <iterator>
 #include <string>
@@ -35,6 +38,9 @@ ContextSettings Settings(const Options& options) {
   settings.n_ctx = options.number("ctx");
   settings.n_batch = options.number("chunk", 512);
   if (options.text("type", "f16") == "bf16") settings.cache_type = GGML_TYPE_BF16;
+  const std::string replaced = options.text("override", "=");
+  settings.override_key = replaced.substr(0, replaced.find('='));
+  settings.override_value = std::atoll(replaced.c_str() + replaced.find('=') + 1);
   return settings;
 }
 
@@ -96,6 +102,33 @@ int Logits(const Options& options) {
   decode.Print("decode_");
   prompt_flash.Print("prompt_flash_");
   decode_flash.Print("decode_flash_");
+  return 0;
+}
+
+// Greedy tokens of both until they differ; how close the reference's decision was there.
+int Greedy(const Options& options) {
+  ContextSettings settings = Settings(options);
+  Engine ours(options.text("model"), settings);
+  settings.config.clear();
+  settings.flash_attention = false;
+  Engine reference(options.text("model"), settings);
+  std::vector<llama_token> tokens = ours.Tokenize(ReadText(options), 0);
+  for (Engine* engine : {&reference, &ours}) engine->Prompt(tokens, 0);
+  uint32_t equal = 0;
+  for (; equal < options.number("generate"); ++equal) {
+    const llama_token a = reference.Greedy(-1), b = ours.Greedy(-1);
+    if (a != b) {
+      std::printf("margin %.3e\n", reference.logits(-1)[a] - reference.logits(-1)[b]);
+      break;
+    }
+    tokens.push_back(a);
+    for (Engine* engine : {&reference, &ours}) {
+      if (engine->Decode(&a, 1, static_cast<llama_pos>(tokens.size() - 1), 0) != 0) {
+        Fail("llama_decode failed");
+      }
+    }
+  }
+  Print("equal", equal);
   return 0;
 }
 
@@ -327,6 +360,7 @@ int Main(int argc, char** argv) {
   const std::string command = argc > 1 ? argv[1] : "";
   const Options options(argc - 2, argv + 2);
   if (command == "logits") return Logits(options);
+  if (command == "greedy") return Greedy(options);
   if (command == "budget") return Budget(options);
   if (command == "state") return State(options);
   if (command == "fork") return Fork(options);

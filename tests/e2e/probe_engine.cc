@@ -98,6 +98,13 @@ Engine::Engine(const std::string& model_path, const ContextSettings& settings)
   llama_model_params model_params = llama_model_default_params();
   model_params.devices = devices;
   model_params.n_gpu_layers = on_device ? 999 : 0;
+  llama_model_kv_override overrides[2] = {};
+  if (!settings.override_key.empty()) {
+    overrides[0].tag = LLAMA_KV_OVERRIDE_TYPE_INT;
+    std::snprintf(overrides[0].key, sizeof(overrides[0].key), "%s", settings.override_key.c_str());
+    overrides[0].val_i64 = settings.override_value;
+    model_params.kv_overrides = overrides;
+  }
   model_ = llama_model_load_from_file(model_path.c_str(), model_params);
   if (!model_) Fail("the model " + model_path + " does not load");
 
@@ -140,7 +147,7 @@ std::vector<llama_token> Engine::Tokenize(const std::string& text, uint32_t n_to
       llama_tokenize(llama_model_get_vocab(model_), text.data(), static_cast<int32_t>(text.size()),
                      tokens.data(), static_cast<int32_t>(tokens.size()), true, false);
   if (n < static_cast<int>(n_tokens)) Fail("the text has only " + std::to_string(n) + " tokens");
-  tokens.resize(n_tokens);
+  tokens.resize(n_tokens ? n_tokens : static_cast<size_t>(n));
   return tokens;
 }
 

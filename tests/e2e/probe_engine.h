@@ -49,6 +49,8 @@ struct ContextSettings {
   bool unified = false;
   bool flash_attention = true;
   ggml_type cache_type = GGML_TYPE_F16;
+  std::string override_key;  ///< an integer of the model's metadata to be replaced
+  int64_t override_value = 0;
 };
 
 /// A model with one context over it.
@@ -64,6 +66,7 @@ class Engine {
   uint32_t n_vocab() const;
   uint64_t session() const { return session_; }
   qevict_stats stats() const;
+  /// The first n_tokens tokens of the text (0 = all of them).
   std::vector<llama_token> Tokenize(const std::string& text, uint32_t n_tokens) const;
 
   /// Decodes tokens at pos0, pos0 + 1, ... of a sequence as one batch; returns llama_decode's code.
