@@ -6,6 +6,7 @@
 // A window is up to `Config::window` tokens appended one after the other to one sequence, with consecutive positions (or,
 // without usable positions, none: its keys are then packed as they are). The first `sinks` tokens of a sequence have
 // windows of their own. The unit that moves is (layer, window); layers decide independently.
+// Config::per_head: the engine hands every kv head over as a layer of its own, which then has its own ranking.
 // The ledger is write-once: a window is encoded at its first demotion; promotions keep the codes, later demotions reuse them.
 //
 // Cells. Engines address tokens by (stream, cell), as llama.cpp does. The cache maps cells to tokens; a write to a cell in

@@ -47,9 +47,6 @@ Result<std::unique_ptr<KvCache>> KvCache::Create(const Config& config,
                                                  std::vector<LayerShape> layers, uint32_t n_streams,
                                                  uint32_t cells_per_stream) {
   QEVICT_RETURN_IF_ERROR(ValidateConfig(config));
-  if (config.per_head) {
-    return Unimplemented("per_head: one ranking per kv head is not implemented by this cache");
-  }
   if (layers.empty() || layers.size() > 0xFFFF) {
     return InvalidArgument("a cache needs 1 to 65535 layers, not " + std::to_string(layers.size()));
   }
@@ -58,6 +55,10 @@ Result<std::unique_ptr<KvCache>> KvCache::Create(const Config& config,
   }
   for (size_t il = 0; il < layers.size(); ++il) {
     QEVICT_RETURN_IF_ERROR(CheckShape(layers[il], il));
+    if (config.per_head && layers[il].n_kv_heads != 1) {
+      return InvalidArgument("per_head ranks every kv head alone, so each must be a layer of its own; layer " +
+                             std::to_string(il) + " has " + std::to_string(layers[il].n_kv_heads) + " kv heads");
+    }
   }
   std::unique_ptr<KvCache> cache(new KvCache);
   Impl& c = *cache->impl_;

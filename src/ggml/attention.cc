@@ -27,12 +27,16 @@ void FillSlopes(float max_bias, uint32_t n_heads, std::vector<float>& slopes) {
   }
 }
 
+const float* Row(const ggml_tensor* t, uint32_t stream, uint32_t row, int row_dim) {
+  return reinterpret_cast<const float*>(static_cast<const char*>(t->data) + stream * t->nb[3] + row * t->nb[row_dim]);
+}
+
 }  // namespace
 
 // Views of all sequences the rows see; columns of the step's bit matrix that the layer still holds are picked out.
-CacheGroup::GroupView CacheGroup::CollectGroup(uint32_t il, const RowGroup& group) {
+CacheGroup::GroupView CacheGroup::CollectGroup(uint32_t cache_layer, const RowGroup& group) {
   GroupView view{refs_scratch_.size(), 0, bits_scratch_.size(), bias_scratch_.size(), mass_scratch_.size()};
-  for (const SeqId seq : group.visible) cache_->View(il, seq, refs_scratch_, ids_scratch_);
+  for (const SeqId seq : group.visible) cache_->View(cache_layer, seq, refs_scratch_, ids_scratch_);
   view.n_refs = refs_scratch_.size() - view.first_ref;
   const size_t n_all = group.windows.size(), window = config_.window;
   const bool bias = !group.bias.empty();
@@ -53,52 +57,90 @@ CacheGroup::GroupView CacheGroup::CollectGroup(uint32_t il, const RowGroup& grou
                   group.bias.data() + (r * n_all + columns[i]) * window, window * sizeof(float));
     }
   }
-  if (WantsMass()) mass_scratch_.resize(view.first_mass + view.n_refs * layers_[il].n_kv_heads);
+  if (WantsMass()) mass_scratch_.resize(view.first_mass + view.n_refs * cache_->layer(cache_layer).n_kv_heads);
   return view;
 }
 
-Status CacheGroup::FlashAttention(const ggml_tensor* op, OmpPool& pool) {
+Status CacheGroup::CheckAttention(const ggml_tensor* op) const {
   const ggml_tensor* q = op->src[0];
-  const int layer_index = FindLayer(Root(op->src[1]));
-  if (layer_index < 0 || layers_[static_cast<size_t>(layer_index)].k != Root(op->src[1]) ||
-      layers_[static_cast<size_t>(layer_index)].v != Root(op->src[2])) {
+  const int il = FindLayer(Root(op->src[1]));
+  if (il < 0 || layers_[static_cast<size_t>(il)].k != Root(op->src[1]) || layers_[static_cast<size_t>(il)].v != Root(op->src[2])) {
     return Unimplemented("attention over a part of the cache that is not one layer's keys and values");
   }
   if (q->type != GGML_TYPE_F32 || (op->src[3] && op->src[3]->type != GGML_TYPE_F16) || q->nb[0] != sizeof(float)) {
     return Unimplemented("attention with queries that are not f32 or a mask that is not f16");
   }
+  return {};
+}
+
+// Shape of part `part` of a layer: all its kv heads, or one of them under per_head.
+kernels::AttentionShape CacheGroup::ShapeOf(const ggml_tensor* op, const LayerBinding& layer, uint32_t part) {
+  const auto n_heads = static_cast<uint32_t>(op->src[0]->ne[2]);
+  const uint32_t cache_layer = layer.first_cache_layer + part;
+  const LayerShape& stored = cache_->layer(cache_layer);
+  kernels::AttentionShape shape;
+  shape.n_kv_heads = stored.n_kv_heads;
+  shape.n_gqa = n_heads / layer.n_kv_heads;
+  shape.head_dim = stored.head_dim;
+  shape.head_dim_v = stored.head_dim_v;
+  shape.window = config_.window;
+  shape.elem_k = stored.elem_k;
+  shape.elem_v = stored.elem_v;
+  cache_->HeadBytes(cache_layer, shape.head_bytes);
+  shape.scale = ParamF32(op, 0);
+  shape.softcap = ParamF32(op, 2);
+  const uint32_t first_head = part * shape.n_kv_heads * shape.n_gqa;
+  if (const float max_bias = ParamF32(op, 1); max_bias > 0.0f) {
+    FillSlopes(max_bias, n_heads, slopes_);
+    shape.slopes = slopes_.data() + first_head;
+  }
+  if (op->src[4]) shape.sinks = static_cast<const float*>(op->src[4]->data) + first_head;
+  shape.rope = cache_->rope_table(cache_layer);
+  return shape;
+}
+
+kernels::AttentionGroup CacheGroup::ToKernel(const ggml_tensor* op, const kernels::AttentionShape& shape, const RowGroup& group,
+                                             const GroupView& view, uint32_t part) {
+  const ggml_tensor* q = op->src[0];
+  const size_t first_head = size_t{part} * shape.n_kv_heads * shape.n_gqa;
+  kernels::AttentionGroup a{};
+  a.shape = &shape;
+  a.n_rows = group.n_rows;
+  a.q_row_stride = q->nb[1] / sizeof(float);
+  a.q_head_stride = q->nb[2] / sizeof(float);
+  a.q = Row(q, group.stream_index, group.first_row, 1) + first_head * a.q_head_stride;
+  a.out_row_stride = op->nb[2] / sizeof(float);
+  a.out_head_stride = op->nb[1] / sizeof(float);
+  a.out = const_cast<float*>(Row(op, group.stream_index, group.first_row, 2)) + first_head * a.out_head_stride;
+  a.windows = {refs_scratch_.data() + view.first_ref, view.n_refs};
+  a.visible = bits_scratch_.data() + view.first_bit;
+  a.visible_stride = view.n_refs;
+  if (!group.bias.empty()) {
+    a.bias = bias_scratch_.data() + view.first_bias;
+    a.bias_stride = view.n_refs * config_.window;
+  }
+  if (WantsMass()) {
+    a.mass = mass_scratch_.data() + view.first_mass;
+    a.mass_head_stride = view.n_refs;
+    if (config_.init_rows && group.n_rows > config_.init_rows) a.mass_first_row = group.n_rows - config_.init_rows;
+  }
+  return a;
+}
+
+Status CacheGroup::FlashAttention(const ggml_tensor* op, OmpPool& pool) {
+  QEVICT_RETURN_IF_ERROR(CheckAttention(op));
   QEVICT_RETURN_IF_ERROR(EnsureCache());
-  const auto il = static_cast<uint32_t>(layer_index);
-  const LayerBinding& layer = layers_[il];
+  const int il = FindLayer(Root(op->src[1]));
+  const LayerBinding& layer = layers_[static_cast<size_t>(il)];
   // Layers share a mask as a rule, but need not (sliding windows in some layers of one cache).
   if (!step_open_ || masks_.empty() || op->src[3] != mask_tensor_) {
     cache_->FinishRestore();
-    highest_cell_.resize(n_streams_, 0);
+    if (!step_open_) seq_rows_.clear();  // a graph that writes nothing
     ReadMask(op);
     step_open_ = true;
     grouped_ = false;
   }
   if (!grouped_) BuildRowGroups();
-
-  const auto n_heads = static_cast<uint32_t>(q->ne[2]);
-  kernels::AttentionShape shape;
-  shape.n_kv_heads = layer.n_kv_heads;
-  shape.n_gqa = n_heads / layer.n_kv_heads;
-  shape.head_dim = layer.head_dim;
-  shape.head_dim_v = layer.head_dim_v;
-  shape.window = config_.window;
-  shape.elem_k = cache_->layer(il).elem_k;
-  shape.elem_v = cache_->layer(il).elem_v;
-  cache_->HeadBytes(il, shape.head_bytes);
-  shape.scale = ParamF32(op, 0);
-  const float max_bias = ParamF32(op, 1);
-  shape.softcap = ParamF32(op, 2);
-  if (max_bias > 0.0f) {
-    FillSlopes(max_bias, n_heads, slopes_);
-    shape.slopes = slopes_.data();
-  }
-  if (op->src[4]) shape.sinks = static_cast<const float*>(op->src[4]->data);
-  shape.rope = cache_->rope_table(il);
 
   refs_scratch_.clear();
   ids_scratch_.clear();
@@ -106,47 +148,30 @@ Status CacheGroup::FlashAttention(const ggml_tensor* op, OmpPool& pool) {
   bias_scratch_.clear();
   mass_scratch_.clear();
   views_scratch_.clear();
+  shapes_scratch_.clear();
   attention_scratch_.clear();
-  for (const RowGroup& group : groups_) views_scratch_.push_back(CollectGroup(il, group));
+  for (uint32_t part = 0; part < layer.n_parts; ++part) {
+    shapes_scratch_.push_back(ShapeOf(op, layer, part));
+    for (const RowGroup& group : groups_) views_scratch_.push_back(CollectGroup(layer.first_cache_layer + part, group));
+  }
   std::fill(mass_scratch_.begin(), mass_scratch_.end(), 0.0f);
-  for (size_t g = 0; g < groups_.size(); ++g) {
-    const RowGroup& group = groups_[g];
-    const GroupView& view = views_scratch_[g];
-    kernels::AttentionGroup a{};
-    a.shape = &shape;
-    a.n_rows = group.n_rows;
-    a.q = reinterpret_cast<const float*>(static_cast<const char*>(q->data) + group.stream_index * q->nb[3] + group.first_row * q->nb[1]);
-    a.q_row_stride = q->nb[1] / sizeof(float);
-    a.q_head_stride = q->nb[2] / sizeof(float);
-    a.out = reinterpret_cast<float*>(static_cast<char*>(op->data) + group.stream_index * op->nb[3] + group.first_row * op->nb[2]);
-    a.out_row_stride = op->nb[2] / sizeof(float);
-    a.out_head_stride = op->nb[1] / sizeof(float);
-    a.windows = {refs_scratch_.data() + view.first_ref, view.n_refs};
-    a.visible = bits_scratch_.data() + view.first_bit;
-    a.visible_stride = view.n_refs;
-    if (!group.bias.empty()) {
-      a.bias = bias_scratch_.data() + view.first_bias;
-      a.bias_stride = view.n_refs * config_.window;
+  for (uint32_t part = 0; part < layer.n_parts; ++part) {
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      attention_scratch_.push_back(ToKernel(op, shapes_scratch_[part], groups_[g], views_scratch_[part * groups_.size() + g], part));
     }
-    if (WantsMass()) {
-      a.mass = mass_scratch_.data() + view.first_mass;
-      a.mass_head_stride = view.n_refs;
-      if (config_.init_rows && group.n_rows > config_.init_rows) a.mass_first_row = group.n_rows - config_.init_rows;
-    }
-    attention_scratch_.push_back(a);
   }
   {
     const ScopedTimer timer(timers_.attention_ns);
-    if (!kernels::Attend(attention_scratch_, pool, workspace_)) {
-      return ResourceExhausted("no memory for the attention workspace");
-    }
+    if (!kernels::Attend(attention_scratch_, pool, workspace_)) return ResourceExhausted("no memory for the attention workspace");
   }
-  for (size_t g = 0; WantsMass() && g < groups_.size(); ++g) {
-    const GroupView& view = views_scratch_[g];
-    cache_->AddMass(il, {ids_scratch_.data() + view.first_ref, view.n_refs}, mass_scratch_.data() + view.first_mass, view.n_refs,
-                    n_heads, groups_[g].n_rows);
+  for (size_t i = 0; WantsMass() && i < views_scratch_.size(); ++i) {
+    const GroupView& view = views_scratch_[i];
+    const auto part = static_cast<uint32_t>(i / groups_.size());
+    const kernels::AttentionShape& shape = shapes_scratch_[part];
+    cache_->AddMass(layer.first_cache_layer + part, {ids_scratch_.data() + view.first_ref, view.n_refs},
+                    mass_scratch_.data() + view.first_mass, view.n_refs, shape.n_kv_heads * shape.n_gqa, groups_[i % groups_.size()].n_rows - attention_scratch_[i].mass_first_row);
   }
-  return BoundedRoute(layer_index, pool);
+  return BoundedRoute(layer, pool);
 }
 
 }  // namespace qevict::plugin

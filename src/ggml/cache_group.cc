@@ -138,7 +138,7 @@ void CacheGroup::ObserveRows(const ggml_tensor* set_rows) {
 Status CacheGroup::EnsureCache() {
   if (cache_) return {};
   std::vector<LayerShape> shapes;
-  for (const LayerBinding& layer : layers_) {
+  for (LayerBinding& layer : layers_) {
     if (!layer.v) return Unimplemented("the model's cache has keys without values (MLA), which QEVICT does not support");
     if (!layer.n_kv_heads) {
       return FailedPrecondition("layer " + std::to_string(layer.model_layer) + " has a cache but no attention over it has been seen");
@@ -146,15 +146,19 @@ Status CacheGroup::EnsureCache() {
     if (layer.k->ne[0] != int64_t{layer.n_kv_heads} * layer.head_dim || layer.v->ne[0] != int64_t{layer.n_kv_heads} * layer.head_dim_v) {
       return Unimplemented("layer " + std::to_string(layer.model_layer) + " attends over a part of its cache rows, which QEVICT does not support");
     }
-    shapes.push_back({layer.n_kv_heads, layer.head_dim, layer.head_dim_v, *ElemOf(layer.k), *ElemOf(layer.v)});
+    layer.first_cache_layer = static_cast<uint32_t>(shapes.size());
+    layer.n_parts = config_.per_head ? layer.n_kv_heads : 1;
+    shapes.insert(shapes.end(), layer.n_parts,
+                  {layer.n_kv_heads / layer.n_parts, layer.head_dim, layer.head_dim_v, *ElemOf(layer.k), *ElemOf(layer.v)});
   }
   Result<std::unique_ptr<KvCache>> cache = KvCache::Create(config_, shapes, n_streams_, n_cells_);
   if (!cache.ok()) return cache.status();
   cache_ = std::move(*cache);
-  for (size_t il = 0; il < layers_.size(); ++il) {
-    if (layers_[il].rope_known) QEVICT_RETURN_IF_ERROR(cache_->SetRope(static_cast<uint32_t>(il), layers_[il].rope));
+  for (const LayerBinding& layer : layers_) {
+    if (layer.rope_known) QEVICT_RETURN_IF_ERROR(SetLayerRope(layer));
   }
   k_written_.assign(layers_.size(), 0);
+  highest_cell_.assign(n_streams_, 0);
   const uint64_t full = f16_bytes();
   std::string line = "KV cache of " + std::to_string(layers_.size()) + " layers, " + std::to_string(n_cells_) + " cells, " +
                      std::to_string(n_streams_) + " stream(s): full size " + MiB(full) + ", preset " + PresetName(config_.preset);
@@ -200,7 +204,7 @@ void CacheGroup::Clear() {
   grouped_ = false;
   groups_.clear();
   partial_rows_.clear();
-  copied_streams_.clear();
+  copied_.clear();
   highest_cell_.assign(n_streams_, 0);
 }
 
@@ -211,9 +215,14 @@ Status CacheGroup::CopyStream(const ggml_tensor* src, const ggml_tensor* dst) {
     return static_cast<uint32_t>((static_cast<const char*>(t->data) - static_cast<const char*>(root->data)) / static_cast<ptrdiff_t>(root->nb[2]));
   };
   const std::pair<uint32_t, uint32_t> streams{stream(src), stream(dst)};
-  if (std::find(copied_streams_.begin(), copied_streams_.end(), streams) != copied_streams_.end()) return {};
-  copied_streams_.push_back(streams);
-  if (highest_cell_.size() == n_streams_) highest_cell_[streams.second] = highest_cell_[streams.first];
+  const bool again = std::find(copied_.begin(), copied_.end(), root) != copied_.end();
+  if (!copied_.empty() && !again && streams == copied_streams_) {
+    copied_.push_back(root);
+    return {};
+  }
+  copied_.assign(1, root);
+  copied_streams_ = streams;
+  highest_cell_[streams.second] = highest_cell_[streams.first];
   return cache_->CopyStream(streams.first, streams.second);
 }
 
@@ -221,13 +230,15 @@ Status CacheGroup::ShiftRope(const ggml_tensor* op, OmpPool& pool) {
   const int il = FindLayer(Root(op));
   if (il < 0 || layers_[static_cast<size_t>(il)].v == Root(op)) return Unimplemented("RoPE over cached values is not supported");
   QEVICT_RETURN_IF_ERROR(EnsureCache());
-  if (!shift_done_) {
+  if (shifted_.empty() || std::find(shifted_.begin(), shifted_.end(), Root(op)) != shifted_.end()) {
     const auto* delta = static_cast<const int32_t*>(op->src[1]->data);
     shift_.assign(delta, delta + op->src[1]->ne[0]);
     QEVICT_RETURN_IF_ERROR(cache_->ShiftPositions(shift_));
-    shift_done_ = true;
+    shifted_.clear();
   }
-  cache_->RotateLayer(static_cast<uint32_t>(il), shift_, pool);
+  shifted_.push_back(Root(op));
+  const LayerBinding& layer = layers_[static_cast<size_t>(il)];
+  for (uint32_t part = 0; part < layer.n_parts; ++part) cache_->RotateLayer(layer.first_cache_layer + part, shift_, pool);
   return {};
 }
 
@@ -247,81 +258,6 @@ int CacheGroup::DumpLayer(uint32_t il, uint32_t* births, uint8_t* tiers, float* 
     }
   }
   return static_cast<int>(n);
-}
-
-// --- State bytes -------------------------------------------------------------------------------------------------------
-
-void CacheGroup::ReadBytes(const ggml_tensor* tensor, size_t offset, size_t size, uint8_t* out) {
-  if (!EnsureCache().ok()) {
-    std::memset(out, 0, size);
-    return;
-  }
-  const auto il = static_cast<uint32_t>(FindLayer(tensor));
-  const bool is_k = layers_[il].k == tensor;
-  const size_t row_bytes = tensor->nb[1];
-  std::vector<uint16_t> row(row_bytes / 2);
-  for (size_t done = 0; done < size;) {
-    const size_t index = (offset + done) / row_bytes, begin = (offset + done) % row_bytes;
-    const auto stream = static_cast<uint32_t>(index / n_cells_), cell = static_cast<uint32_t>(index % n_cells_);
-    if (is_k) {
-      cache_->ReadRowK(il, stream, cell, row.data());
-    } else {
-      cache_->ReadRowV(il, stream, cell, row.data());
-    }
-    const size_t n = std::min(row_bytes - begin, size - done);
-    std::memcpy(out + done, reinterpret_cast<const uint8_t*>(row.data()) + begin, n);
-    done += n;
-  }
-}
-
-Status CacheGroup::WriteBytes(const ggml_tensor* tensor, size_t offset, size_t size, const uint8_t* data) {
-  QEVICT_RETURN_IF_ERROR(EnsureCache());
-  const size_t row_bytes = tensor->nb[1];
-  const auto il = static_cast<uint32_t>(FindLayer(tensor));
-  const bool is_k = layers_[il].k == tensor;
-  // Slices may cut rows: the bytes of an unfinished row wait for the slice that continues it.
-  std::vector<uint8_t> joined;
-  const auto waiting = std::find_if(partial_rows_.begin(), partial_rows_.end(), [&](const PartialRow& p) { return p.root == tensor; });
-  if (waiting != partial_rows_.end()) {
-    if (waiting->row_begin + waiting->bytes.size() == offset) {
-      joined = std::move(waiting->bytes);
-      joined.insert(joined.end(), data, data + size);
-      offset = waiting->row_begin;
-      data = joined.data();
-      size = joined.size();
-    }
-    partial_rows_.erase(waiting);
-  }
-  if (offset % row_bytes) {  // the head of this row never came: nothing can be made of it
-    const size_t skip = std::min(size, row_bytes - offset % row_bytes);
-    offset += skip;
-    data += skip;
-    size -= skip;
-  }
-  const size_t rows = size / row_bytes;
-  if (size % row_bytes) partial_rows_.push_back({tensor, offset + rows * row_bytes, {data + rows * row_bytes, data + size}});
-  std::vector<uint16_t> aligned(rows * row_bytes / 2);
-  std::memcpy(aligned.data(), data, rows * row_bytes);
-  Status first_error;
-  for (size_t done = 0; done < rows;) {
-    const size_t index = offset / row_bytes + done;
-    const auto stream = static_cast<uint32_t>(index / n_cells_), cell = static_cast<uint32_t>(index % n_cells_);
-    const auto n = static_cast<uint32_t>(std::min<size_t>(rows - done, n_cells_ - cell));
-    const uint16_t* block = aligned.data() + done * row_bytes / 2;
-    const Status status = is_k ? cache_->RestoreRowsK(il, stream, cell, n, block) : cache_->RestoreRowsV(il, stream, cell, n, block);
-    if (!status.ok() && first_error.ok()) first_error = status;
-    if (highest_cell_.size() == n_streams_) highest_cell_[stream] = std::max(highest_cell_[stream], cell + n);
-    done += n;
-  }
-  step_open_ = false;
-  return first_error;
-}
-
-void CacheGroup::ZeroBytes(const ggml_tensor* tensor, size_t offset, size_t size) {
-  if (!cache_) return;
-  const size_t row_bytes = tensor->nb[1];
-  const size_t begin = (offset + row_bytes - 1) / row_bytes, end = (offset + size) / row_bytes;
-  for (size_t i = begin; i < end; ++i) cache_->Kill(static_cast<uint32_t>(i / n_cells_), static_cast<uint32_t>(i % n_cells_));
 }
 
 }  // namespace qevict::plugin

@@ -29,6 +29,7 @@ struct LayerBinding {
   ggml_tensor* k = nullptr;
   ggml_tensor* v = nullptr;
   uint32_t n_kv_heads = 0, head_dim = 0, head_dim_v = 0;  ///< known once a FLASH_ATTN_EXT over the layer has been seen
+  uint32_t first_cache_layer = 0, n_parts = 1;  ///< in the KvCache: one layer, or under per_head one per kv head
   bool rope_known = false;  ///< rope says how rows are rotated, kNone included
   RopeParams rope;
 };
@@ -63,8 +64,7 @@ class CacheGroup {
   /// The thread-count callback: the next write begins a step.
   void NoteGraph() {
     step_open_ = false;
-    shift_done_ = false;
-    copied_streams_.clear();
+    shifted_.clear();
   }
   Status SetRows(const ggml_tensor* op, const ggml_cgraph* graph, OmpPool& pool);
   Status FlashAttention(const ggml_tensor* op, OmpPool& pool);
@@ -108,11 +108,17 @@ class CacheGroup {
   Status RouteDue(OmpPool& pool);
   void BuildRowGroups();
   void FillBits(RowGroup& group, const MaskBits& mask);
-  Status BoundedRoute(int il, OmpPool& pool);
+  Status BoundedRoute(const LayerBinding& layer, OmpPool& pool);
+  Status SetLayerRope(const LayerBinding& layer);
+  Status CheckAttention(const ggml_tensor* op) const;
+  kernels::AttentionShape ShapeOf(const ggml_tensor* op, const LayerBinding& layer, uint32_t part);
   struct GroupView {  ///< a row group against one layer: offsets into the scratch vectors below
     size_t first_ref, n_refs, first_bit, first_bias, first_mass;
   };
-  GroupView CollectGroup(uint32_t il, const RowGroup& group);
+  GroupView CollectGroup(uint32_t cache_layer, const RowGroup& group);
+  kernels::AttentionGroup ToKernel(const ggml_tensor* op, const kernels::AttentionShape& shape, const RowGroup& group, const GroupView& view,
+                                   uint32_t part);
+  Status RestoreRows(const LayerBinding& layer, bool is_k, uint32_t stream, uint32_t cell, uint32_t n, const uint16_t* rows);
   bool WantsMass() const { return config_.preset == Preset::kQEvict; }
 
   Config config_;
@@ -137,10 +143,10 @@ class CacheGroup {
   struct SeqRows { SeqId seq; uint32_t rows; bool decode; };
   std::vector<SeqRows> seq_rows_;
 
-  // Whole-cache operations that arrive layer by layer.
-  bool shift_done_ = false;
+  // Whole-cache operations that arrive tensor by tensor: a tensor that comes again begins the next operation.
+  std::vector<const ggml_tensor*> shifted_, copied_;
   std::vector<int32_t> shift_;
-  std::vector<std::pair<uint32_t, uint32_t>> copied_streams_;
+  std::pair<uint32_t, uint32_t> copied_streams_{};
   std::vector<uint32_t> highest_cell_;  ///< per stream: one past the highest cell written
 
   // State bytes that end inside a row wait here for the rest: per tensor root.
@@ -155,6 +161,7 @@ class CacheGroup {
   std::vector<float> bias_scratch_, mass_scratch_, slopes_;
   std::vector<uint32_t> columns_scratch_;
   std::vector<GroupView> views_scratch_;
+  std::vector<kernels::AttentionShape> shapes_scratch_;
   std::vector<kernels::AttentionGroup> attention_scratch_;
   Timers timers_;
 };

@@ -26,23 +26,36 @@ Status CacheGroup::SetRows(const ggml_tensor* op, const ggml_cgraph* graph, OmpP
     return Unimplemented(std::string(root->name) + " receives another number of rows than the first layer of the step");
   }
   const ScopedTimer timer(timers_.write_ns);
-  const auto* data = static_cast<const float*>(rows->data);
-  const size_t stride = rows->nb[1] / sizeof(float);
-  if (!is_k) return cache_->WriteV(layer, refs_, data, stride, pool);
-  k_written_[layer] = 1;
-  if (!layers_[layer].rope_known) {
-    ObserveRows(op);
-    QEVICT_RETURN_IF_ERROR(cache_->SetRope(layer, layers_[layer].rope));
+  const LayerBinding& binding = layers_[layer];
+  if (is_k) {
+    k_written_[layer] = 1;
+    if (!binding.rope_known) {
+      ObserveRows(op);
+      QEVICT_RETURN_IF_ERROR(SetLayerRope(binding));
+    }
   }
-  return cache_->WriteK(layer, refs_, data, stride, pool);
+  const auto* data = static_cast<const float*>(rows->data);
+  const size_t stride = rows->nb[1] / sizeof(float), width = static_cast<size_t>(root->ne[0]) / binding.n_parts;
+  for (uint32_t part = 0; part < binding.n_parts; ++part) {
+    const uint32_t cache_layer = binding.first_cache_layer + part;
+    const float* columns = data + part * width;
+    QEVICT_RETURN_IF_ERROR(is_k ? cache_->WriteK(cache_layer, refs_, columns, stride, pool) : cache_->WriteV(cache_layer, refs_, columns, stride, pool));
+  }
+  return {};
+}
+
+Status CacheGroup::SetLayerRope(const LayerBinding& layer) {
+  for (uint32_t part = 0; part < layer.n_parts; ++part) {
+    QEVICT_RETURN_IF_ERROR(cache_->SetRope(layer.first_cache_layer + part, layer.rope));
+  }
+  return {};
 }
 
 Status CacheGroup::BeginStep(const ggml_tensor* op, const ggml_cgraph* graph, OmpPool& pool) {
   QEVICT_RETURN_IF_ERROR(EnsureCache());
   cache_->FinishRestore();
-  highest_cell_.resize(n_streams_, 0);
   std::fill(k_written_.begin(), k_written_.end(), uint8_t{0});
-  step_open_ = true;
+  step_open_ = false;  // until nothing can fail any more
   grouped_ = false;
   masks_.clear();
   QEVICT_RETURN_IF_ERROR(ReadTokens(op, static_cast<size_t>(op->src[0]->ne[1])));
@@ -55,7 +68,9 @@ Status CacheGroup::BeginStep(const ggml_tensor* op, const ggml_cgraph* graph, Om
   }
   QEVICT_RETURN_IF_ERROR(InferSequences());
   QEVICT_RETURN_IF_ERROR(RouteDue(pool));
-  return cache_->Append(tokens_, refs_);
+  QEVICT_RETURN_IF_ERROR(cache_->Append(tokens_, refs_));
+  step_open_ = true;
+  return {};
 }
 
 // Cells from the index tensor, positions from the ROPE behind the rows (its memory is only sure to live now).
@@ -170,9 +185,9 @@ SeqId CacheGroup::SequenceByMask(uint32_t stream, const MaskBits& mask, uint32_t
     }
   }
   if (newest == kNone) return kNone;
-  const TokenRef tail = cache_->tail(newest_seq);
-  if (tail.window == newest && tail.offset == newest_offset) return newest_seq;
-  // Not the tail: the tail was taken back (its cells are being rewritten), or this is another branch of a shared prefix.
+  const bool last = cache_->windows(newest_seq).back() == newest && cache_->info(newest).live >> newest_offset == 1u;
+  if (last) return newest_seq;
+  // There are tokens behind it: they were taken back (its cells are being rewritten), or this is another branch of a shared prefix.
   const TokenRef own = cache_->lookup(stream, own_cell);
   const bool rewritten = own.window != kNone && cache_->info(own.window).seq == newest_seq;
   return rewritten ? newest_seq : kNone;
@@ -192,11 +207,14 @@ Status CacheGroup::RouteDue(OmpPool& pool) {
   return {};
 }
 
-Status CacheGroup::BoundedRoute(int il, OmpPool& pool) {
+Status CacheGroup::BoundedRoute(const LayerBinding& layer, OmpPool& pool) {
   for (const SeqRows& entry : seq_rows_) {
-    if (entry.decode || !cache_->NeedsBoundedRoute(static_cast<uint32_t>(il), entry.seq)) continue;
-    const ScopedTimer timer(timers_.route_ns);
-    QEVICT_RETURN_IF_ERROR(cache_->Route(static_cast<uint32_t>(il), entry.seq, entry.rows, pool));
+    for (uint32_t part = 0; part < layer.n_parts && !entry.decode; ++part) {
+      const uint32_t cache_layer = layer.first_cache_layer + part;
+      if (!cache_->NeedsBoundedRoute(cache_layer, entry.seq)) continue;
+      const ScopedTimer timer(timers_.route_ns);
+      QEVICT_RETURN_IF_ERROR(cache_->Route(cache_layer, entry.seq, entry.rows, pool));
+    }
   }
   return {};
 }
