@@ -12,7 +12,7 @@ namespace qevict::cli {
 namespace {
 
 // Sizes of src/cache's records; capacity_test compares the outcome with a real KvCache.
-constexpr uint64_t kUnitBytes = 26;    // record of a window in a layer, its slot's owner, growth
+constexpr uint64_t kUnitBytes = 27;    // record of a window in a layer, its slot's owner, growth
 constexpr uint64_t kWindowBytes = 28;  // record of a window and its place in the sequence
 constexpr uint64_t kSequenceBytes = 256;
 constexpr uint64_t kLayerSlackBytes = 192;  // per layer of a sequence: list header and growth step
@@ -28,6 +28,10 @@ uint64_t F16TokenBytes(const CacheLayout& cache) {
   uint64_t bytes = 0;
   for (const CacheLayer& l : cache.layers) bytes += F16TokenBytes(l);
   return bytes;
+}
+
+uint64_t F16Capacity(const CacheLayout& cache) {
+  return F16TokenBytes(cache) * cache.cells_per_stream * cache.n_streams;
 }
 
 bool SameShape(const CacheLayer& a, const CacheLayer& b) {
@@ -147,8 +151,8 @@ class CachePlanner {
       n_shapes += first == i ? 1 : 0;
     }
     const uint64_t n_cells = uint64_t{cache_.cells_per_stream} * cache_.n_streams / n_domains_;
-    const uint64_t rope =
-        Grown((cache_.tokens_per_sequence / 64 + 128) * uint64_t{rope_dims} * 4) / n_domains_;
+    const uint64_t n_pairs = CeilDiv(rope_dims / 2, 16) * 16;
+    const uint64_t rope = ((cache_.tokens_per_sequence / 64 + 68) * 8 + 256) * n_pairs / n_domains_;
     return n_sequences_ * (Grown(windows_.total() * window) + kSequenceBytes +
                            cache_.layers.size() * kLayerSlackBytes) +
            Grown(4 * n_cells) + n_shapes * kPoolSlackBytes + rope;
@@ -258,8 +262,14 @@ Result<CapacityPlan> PlanCapacity(const Config& config, const ModelShape& model,
                                   const CacheUse& use) {
   CapacityPlan plan;
   const std::vector<CacheLayout> caches = LayOut(model, use);
+  uint64_t capacity_bytes = 0;
+  for (const CacheLayout& cache : caches) capacity_bytes += F16Capacity(cache);
   for (const CacheLayout& cache : caches) {
-    const CachePlanner planner(config, cache, model.rope_dims);
+    Config part = config;  // an absolute budget is one for all caches
+    part.budget_bytes = static_cast<uint64_t>(static_cast<double>(F16Capacity(cache)) /
+                                              static_cast<double>(capacity_bytes) *
+                                              static_cast<double>(config.budget_bytes));
+    const CachePlanner planner(part, cache, model.rope_dims);
     plan.f16_bytes += planner.f16_bytes();
     plan.table_bytes += planner.table_bytes();
     plan.budget_bytes += planner.budget_bytes();

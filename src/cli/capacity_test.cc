@@ -85,8 +85,8 @@ TEST(CapacityTest, WindowsByHand) {
   // 1024 windows: 1 sink, 4 recent, 1019 of history. Mandatory with the reserve of one: 6 * (2048 +
   // 26).
   const uint64_t fixed = (1024 * (28 + 32)) * 17 / 16 + 256 + 192 + 8192 * 4 * 17 / 16 + 8320;
-  const uint64_t history = (uint64_t{512} << 10) - fixed - 6 * 2074;
-  const uint64_t n_full = history / 2 / 2074, n_packed = history / 2 / 570;
+  const uint64_t history = (uint64_t{512} << 10) - fixed - 6 * 2075;
+  const uint64_t n_full = history / 2 / 2075, n_packed = history / 2 / 571;
   EXPECT_EQ(l.full_tokens, 8 * (5 + n_full));
   EXPECT_EQ(l.packed_tokens, 8 * n_packed);
   EXPECT_EQ(l.full_tokens + l.packed_tokens + l.evicted_tokens, 8192u);

@@ -96,7 +96,7 @@ TEST_F(CommandTest, UsageErrorsAreOneSentenceAndCode2) {
       {"run -m " + model + " -p x --chat", "has none"},
       {"run -m " + model + " -p x --chat --no-chat", "contradict"},
       {"run -m " + model + " -f " + text_ + " -c 64", "-c allows 64"},
-      {"run -m " + model + " -p x --budget 1KiB", "budget of 1024 bytes is below the minimum"},
+      {"run -m " + model + " -p x --budget 1KiB", "budget of 1.0 KiB"},
       {"run -m " + model + " -p x --budget 1%", "budget 1% of"},
       {"run -m " + model + " -p x -- --port 1", "only `qevict serve`"},
       {"plan -m " + model + " -c 4096 --budget 1KiB", "below the minimum"},
@@ -261,7 +261,7 @@ TEST_F(CommandTest, ServeStartsTheServer) {
 TEST_F(CommandTest, KldOfTheFullPresetIsRounding) {
   const Outcome o =
       Qevict("eval kld -m " + Tiny("llama-hd64") + " -f " + Book() +
-             " -t 1 --chunks 2 --prompt 200 --score 40 --policy full,qevict --budget 40%"
+             " -t 1 --chunks 2 --prompt 400 --score 40 --policy full,qevict --budget 40%"
              " --floor -o json");
   ASSERT_EQ(o.code, 0) << o.err;
   std::map<std::string, Json> summaries;
@@ -281,13 +281,13 @@ TEST_F(CommandTest, KldOfTheFullPresetIsRounding) {
   EXPECT_EQ(summaries["qevict"]["positions"], 80);
   EXPECT_LT(summaries["qevict"]["kv_share_percent"].get<double>(), 40.1);
   EXPECT_EQ(summaries["qevict"]["events"], 5.0);
-  EXPECT_NEAR(summaries["full"]["ppl_ratio"].get<double>(), 1.0, 1e-3);
+  EXPECT_NEAR(summaries["full"]["ppl_ratio"].get<double>(), 1.0, 1e-2);
 }
 
 // A step of R tokens decides as R single tokens do: the logits differ by rounding only.
 TEST_F(CommandTest, KldStepsDoNotChangeTheResult) {
   const std::string start = "eval kld -m " + Tiny("llama-hd64") + " -f " + Book() +
-                            " -t 1 --chunks 1 --prompt 200 --score 24 --budget 40% -o json --step ";
+                            " -t 1 --chunks 1 --prompt 400 --score 24 --budget 40% -o json --step ";
   const auto summary = [&](const char* step) {
     const std::string out = Qevict(start + step).out;
     const size_t line = out.rfind('\n', out.size() - 2);

@@ -23,8 +23,9 @@ Result<ggml_backend_dev_t> QEvictDevice() {
 /// Why creating or using a cache failed. A budget that is too small is for the user to correct.
 Status CacheFailure(StatusCode code, const std::string& what) {
   const std::string why = WhyFailed(what);
-  const bool budget = why.starts_with("budget ") || why.starts_with("the budget of ") ||
-                      why.starts_with("bad configuration");
+  const auto starts = [&why](std::string_view text) { return why.starts_with(text); };
+  const bool budget = starts("budget ") || starts("a budget of ") || starts("the budget of ") ||
+                      starts("bad configuration");
   return {budget ? StatusCode::kInvalidArgument : code, why};
 }
 
