@@ -285,6 +285,7 @@ class Call {
     return LayoutThread(groups_[group], plans_[group], carver);
   }
 
+  /// The last group whose first index is not above `index`; groups without tasks share their successor's first index.
   size_t FindGroup(size_t index, size_t GroupPlan::*first) const {
     size_t i = groups_.size() - 1;
     while (plans_[i].*first > index) --i;
@@ -355,8 +356,7 @@ class Call {
 
   void MergeChunks() {
     pool_.For(n_merges_, [this](size_t index, unsigned thread) {
-      size_t group = FindGroup(index, &GroupPlan::first_merge);
-      while (plans_[group].n_chunks == 1) --group;  // groups without merges share their successor's first index
+      const size_t group = FindGroup(index, &GroupPlan::first_merge);
       const GroupPlan& p = plans_[group];
       const size_t local = index - p.first_merge;
       const uint32_t block = static_cast<uint32_t>(local % p.n_blocks), kv_head = static_cast<uint32_t>(local / p.n_blocks);

@@ -123,7 +123,8 @@ class Block {
     }
     if (a_.prompt) {
       for (uint32_t i = 0; i < n_win; ++i) {
-        if (WindowBits(seen, i) != 0) DecodeKeys<S>(h_, Window(first + i), s_.coef, s_.k_tile + i * h_.window);
+        if (WindowBits(seen, i) == 0) continue;
+        DecodeKeys<S>(h_, Window(first + i), NextWindow(first + i), s_.coef, s_.k_tile + i * h_.window);
       }
       Gemm<S, false>(s_.q, h_.head_dim, s_.k_tile, kTile, s_.scores, kTile, a_.n_vec, kTile, h_.head_dim);
     } else {
@@ -163,9 +164,9 @@ class Block {
       const WindowRef& w = Window(first + i);
       if (w.format == WindowFormat::kFull || WindowBits(seen, i) == 0) continue;
       if (PackedInPlace()) {
-        ScorePackedWindow(w, i * h_.window, Next(first + i, 0, 1, h_.rope.n_pairs / S::kChannels));
+        ScorePackedWindow(w, i * h_.window, NextWindow(first + i));
       } else {
-        ScoreDecodedWindow(w, i * h_.window);
+        ScoreDecodedWindow(w, i * h_.window, NextWindow(first + i));
       }
     }
   }
@@ -218,6 +219,12 @@ class Block {
             (bytes / 2 + iterations - 1) / iterations};
   }
 
+  /// The same at the rate at which window i itself is decoded.
+  Ahead NextWindow(uint32_t i) const {
+    const bool full = Window(i).format == WindowFormat::kFull;
+    return Next(i, 0, 1, full ? h_.head_dim * h_.window / S::kLanes : h_.rope.n_pairs * h_.window / (8 * S::kChannels));
+  }
+
   void ScorePackedWindow(const WindowRef& w, uint32_t column, const Ahead& ahead) {
     const bool rotate = Rotates(h_, w);
     const uint32_t d = h_.head_dim;
@@ -235,10 +242,10 @@ class Block {
   }
 
   /// Window lengths other than 8 and odd pairings: decoded to f32, then scored like a full window.
-  void ScoreDecodedWindow(const WindowRef& w, uint32_t column) {
+  void ScoreDecodedWindow(const WindowRef& w, uint32_t column, const Ahead& ahead) {
     const uint32_t sub = h_.window < 8 ? h_.window : 8;
     const size_t block_floats = static_cast<size_t>(h_.head_dim) * sub;
-    DecodePackedKeys<S>(h_, w, s_.coef, s_.k_tile, sub, block_floats);
+    DecodePackedKeys<S>(h_, w, ahead, s_.coef, s_.k_tile, sub, block_floats);
     KeyBlock<float> blocks[4];
     for (uint32_t i = 0; i < h_.window / sub; ++i) blocks[i] = {s_.k_tile + i * block_floats, column + i * sub, {w.data, 0, 0}};
     ScoreBlocks<F32<S>>(blocks, h_.window / sub);

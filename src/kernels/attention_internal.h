@@ -12,7 +12,7 @@ namespace qevict::kernels::internal {
 /// Tokens that one softmax step covers. A multiple of every window length.
 inline constexpr uint32_t kTile = 64;
 /// Query vectors up to which the decode form (keys read in place per register block) is used.
-inline constexpr uint32_t kDecodeVectors = 16;
+inline constexpr uint32_t kDecodeVectors = 24;
 /// Register block of the decode form.
 inline constexpr uint32_t kMaxBlock = 8;
 /// Row lengths in scratch are multiples of this, so that whole vectors of any ISA can be stored.

@@ -229,23 +229,5 @@ TEST(WorkspaceTest, GrowsAndStaysAligned) {
   EXPECT_GE(workspace.bytes(), 100000u);
 }
 
-TEST(IsaTest, ForcingAnUnsupportedIsaChangesNothing) {
-  const Isa before = ActiveIsa();
-  for (Isa isa : {Isa::kScalar, Isa::kAvx2, Isa::kAvx512, Isa::kNeon}) {
-    if (IsaSupported(isa)) continue;
-    EXPECT_FALSE(ForceIsa(isa));
-    EXPECT_EQ(ActiveIsa(), before);
-  }
-  EXPECT_TRUE(IsaSupported(Isa::kScalar));
-  EXPECT_TRUE(IsaSupported(before));
-}
-
-TEST(IsaTest, NamesAreThoseOfTheEnvironmentVariable) {
-  EXPECT_STREQ(IsaName(Isa::kScalar), "scalar");
-  EXPECT_STREQ(IsaName(Isa::kAvx2), "avx2");
-  EXPECT_STREQ(IsaName(Isa::kAvx512), "avx512");
-  EXPECT_STREQ(IsaName(Isa::kNeon), "neon");
-}
-
 }  // namespace
 }  // namespace qevict::kernels

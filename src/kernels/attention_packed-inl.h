@@ -84,7 +84,7 @@ struct PackedKeys {
   const float* zero;
   const float* coef;     ///< RotationCoefficients, if rotated
   const float* step;     ///< rotation by the tokens' offsets
-  Ahead ahead;           ///< used by ScoreRotated alone
+  Ahead ahead;           ///< fetched while rotated channels are decoded
 };
 
 /// Decodes channels [begin, end) without rotation and calls use(channel, values of kChannels channels, pairs order).
@@ -106,8 +106,10 @@ inline void DecodeRotated(const PackedKeys& k, const RopeView& rope, Use&& use) 
   const size_t to_second = (kHalves ? rope.n_pairs : 1) * k.row, to_next = (kHalves ? 1 : 2) * k.row;
   const uint8_t* p = k.codes + rope.offset * k.row;
   const float* coef = k.coef;
+  Ahead ahead = k.ahead;
   constexpr uint32_t stride = kCoefStride;
   for (uint32_t j = 0; j < rope.n_pairs; j += S::kChannels, p += S::kChannels * to_next, coef += S::kChannels) {
+    ahead.Fetch();
     const V a = S::template Codes<kBits>(S::KeyWords(p, p + to_next), shift);
     const V b = S::template Codes<kBits>(S::KeyWords(p + to_second, p + to_second + to_next), shift);
     V x = S::Fma(a, S::Channels(coef + stride), S::Channels(coef));
@@ -264,16 +266,18 @@ void ForPackedBlocks(const HeadArgs& h, const WindowRef& w, bool rotate, float* 
     }
     const uint32_t bit = 8 * s * bits;
     f(s, PackedKeys{b.k_codes + bit / 32 * 4, b.k_row, bit % 32, scale, zero, rotation,
-                    w.pos_stride != 0 ? h.rope.step : h.rope.step_zero, ahead});
+                    w.pos_stride != 0 ? h.rope.step : h.rope.step_zero,
+                    {ahead.data + s * ahead.step * (h.rope.n_pairs / S::kChannels), ahead.half, ahead.step}});
   }
 }
 
 /// Packed window of any shape to f32: channel c, token t at dst[t / 8 * block_stride + c * stride + t % 8].
 template <class S>
-void DecodePackedKeys(const HeadArgs& h, const WindowRef& w, float* coef, float* dst, size_t stride, size_t block_stride) {
+void DecodePackedKeys(const HeadArgs& h, const WindowRef& w, const Ahead& ahead, float* coef, float* dst, size_t stride,
+                      size_t block_stride) {
   const bool rotate = Rotates(h, w);
   if (!PackedInVectors<S>(h, rotate)) return DecodeKeysAnyShape<S>(h, w, coef, dst, stride, block_stride);
-  ForPackedBlocks<S>(h, w, rotate, coef, {w.data, 0, 0}, [&](uint32_t s, const PackedKeys& keys) {
+  ForPackedBlocks<S>(h, w, rotate, coef, ahead, [&](uint32_t s, const PackedKeys& keys) {
     if (w.format == WindowFormat::kPacked2) {
       StorePacked<S, 2>(keys, h, rotate, dst + s * block_stride, stride);
     } else {

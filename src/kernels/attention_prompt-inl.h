@@ -67,11 +67,12 @@ void Gemm(const float* a, size_t a_stride, const float* b, size_t b_stride, floa
 
 /// Full window to columns of the key tile [D][kTile].
 template <class S, class E>
-void WidenKeys(const HeadArgs& h, const uint16_t* keys, float* dst) {
+void WidenKeys(const HeadArgs& h, const uint16_t* keys, Ahead ahead, float* dst) {
   const uint32_t sub = h.window < 8 ? h.window : 8, n = h.head_dim * sub;
   for (uint32_t t = 0; t < h.window; t += sub, keys += n) {
     if (sub == 8) {
       for (uint32_t i = 0; i < n; i += S::kLanes) {
+        ahead.Fetch();
         float* row = dst + i / 8 * kTile + t;
         S::StoreBlocks(E::Load(keys + i), row, row + kTile);
       }
@@ -88,12 +89,12 @@ void WidenKeys(const HeadArgs& h, const uint16_t* keys, float* dst) {
 
 /// Window to columns of the key tile.
 template <class S>
-void DecodeKeys(const HeadArgs& h, const WindowRef& w, float* coef, float* dst) {
+void DecodeKeys(const HeadArgs& h, const WindowRef& w, const Ahead& ahead, float* coef, float* dst) {
   if (w.format == WindowFormat::kFull) {
     const uint16_t* keys = reinterpret_cast<const uint16_t*>(w.data + h.head_offset[0]);
-    return h.elem_k == Elem::kF16 ? WidenKeys<S, F16<S>>(h, keys, dst) : WidenKeys<S, BF16<S>>(h, keys, dst);
+    return h.elem_k == Elem::kF16 ? WidenKeys<S, F16<S>>(h, keys, ahead, dst) : WidenKeys<S, BF16<S>>(h, keys, ahead, dst);
   }
-  DecodePackedKeys<S>(h, w, coef, dst, kTile, 8);
+  DecodePackedKeys<S>(h, w, ahead, coef, dst, kTile, 8);
 }
 
 /// Channel j of tile column t in the value tile is at panel j / 64: [kTile][kPanel].

@@ -213,15 +213,17 @@ std::string Problem::CompareWith(const ReferenceResult& want) const {
   double v_max = 0.0, magnitude = 0.0;
   for (double x : want.out) v_max = std::max(v_max, std::abs(x));
   v_max = std::max(v_max, 6.0);
-  // A logit is off by at most (D + a few) eps times the sum of its terms' magnitudes, a weight by twice that relatively;
-  // sums over n tokens add log-like terms, for which n / 8 + 64 is generous.
+  // Rounding errors of a sum of D terms are a random walk: about sqrt(D) / 2 eps times the sum of magnitudes is out of its
+  // reach, as the terms are far smaller than their sum. A weight is off by twice its logit's error, relatively; sums over n
+  // tokens add sqrt(n) / 2, and the few roundings of exponential, grid and rotation the constants.
   const double n_tokens = static_cast<double>(p.n_windows) * p.window;
+  const double logit_eps = std::sqrt(p.head_dim) / 2.0 + 4.0, sum_eps = std::sqrt(n_tokens) / 2.0 + 8.0;
   std::ostringstream error;
   for (uint32_t r = 0; r < p.n_rows; ++r) {
     for (uint32_t h = 0; h < n_heads; ++h) {
       const size_t index = size_t{r} * n_heads + h;
       magnitude = std::max(magnitude, want.magnitude[index]);
-      const double bound = kEpsilon * ((p.head_dim / 4.0 + 16.0) * want.magnitude[index] + n_tokens / 8.0 + 64.0) * v_max;
+      const double bound = kEpsilon * (logit_eps * want.magnitude[index] + sum_eps) * v_max;
       for (uint32_t c = 0; c < p.head_dim_v; ++c) {
         const double got = out_[r * group_.out_row_stride + h * group_.out_head_stride + c];
         const double ref = want.out[index * p.head_dim_v + c];
@@ -234,7 +236,7 @@ std::string Problem::CompareWith(const ReferenceResult& want) const {
     }
   }
   if (!p.mass) return "";
-  const double relative = kEpsilon * ((p.head_dim / 4.0 + 16.0) * 2.0 * magnitude + n_tokens / 8.0 + 64.0);
+  const double relative = kEpsilon * (logit_eps * magnitude + sum_eps);
   for (uint32_t h = 0; h < p.n_kv_heads; ++h) {
     for (uint32_t i = 0; i < p.n_windows + 2; ++i) {
       const double got = mass_[h * group_.mass_head_stride + i];

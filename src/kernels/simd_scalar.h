@@ -1,9 +1,8 @@
-// Portable traits: 8 lanes in a plain array. The meaning of each operation for every ISA is stated here.
+// Portable traits: 8 lanes in two compiler vectors of 4, which every CPU has registers or plain code for.
+// The meaning of each operation for every ISA is stated here.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
-#include <cstring>
 
 namespace qevict::kernels::internal {
 
@@ -11,47 +10,54 @@ struct SimdScalar {
   static constexpr uint32_t kLanes = 8;      ///< floats of a vector: 8 or 16
   static constexpr uint32_t kChannels = 1;   ///< key channels of a vector when 8 tokens are in lanes: kLanes / 8
   static constexpr uint32_t kRegisters = 16; ///< vectors that can be kept in registers
-  struct V { float x[8]; };
-  struct I { uint32_t x[8]; };
+  using F4 [[gnu::vector_size(16)]] = float;
+  using U4 [[gnu::vector_size(16)]] = uint32_t;
+  using I4 [[gnu::vector_size(16)]] = int32_t;
+  struct V { F4 lo, hi; };
+  struct I { U4 lo, hi; };
 
   static V Zero() { return Set1(0.0f); }
-  static V Set1(float a) { return Each([&](int) { return a; }); }
-  static V Load(const float* p) { return Each([&](int i) { return p[i]; }); }
-  static void Store(float* p, V v) { std::memcpy(p, v.x, sizeof(v.x)); }
-  static V Add(V a, V b) { return Each([&](int i) { return a.x[i] + b.x[i]; }); }
-  static V Sub(V a, V b) { return Each([&](int i) { return a.x[i] - b.x[i]; }); }
-  static V Mul(V a, V b) { return Each([&](int i) { return a.x[i] * b.x[i]; }); }
-  static V Div(V a, V b) { return Each([&](int i) { return a.x[i] / b.x[i]; }); }
+  static V Set1(float a) { return {F4{a, a, a, a}, F4{a, a, a, a}}; }
+  static V Load(const float* p) {
+    V v;
+    __builtin_memcpy(&v, p, sizeof(v));
+    return v;
+  }
+  static void Store(float* p, V v) { __builtin_memcpy(p, &v, sizeof(v)); }
+  static V Add(V a, V b) { return {a.lo + b.lo, a.hi + b.hi}; }
+  static V Sub(V a, V b) { return {a.lo - b.lo, a.hi - b.hi}; }
+  static V Mul(V a, V b) { return {a.lo * b.lo, a.hi * b.hi}; }
+  static V Div(V a, V b) { return {a.lo / b.lo, a.hi / b.hi}; }
   /// b where either is NaN.
-  static V Max(V a, V b) { return Each([&](int i) { return a.x[i] > b.x[i] ? a.x[i] : b.x[i]; }); }
-  static V Fma(V a, V b, V c) { return Each([&](int i) { return a.x[i] * b.x[i] + c.x[i]; }); }   ///< a * b + c
-  static V Fnma(V a, V b, V c) { return Each([&](int i) { return c.x[i] - a.x[i] * b.x[i]; }); }  ///< c - a * b
-  static V Abs(V a) { return Each([&](int i) { return __builtin_fabsf(a.x[i]); }); }
-  static V CopySign(V m, V s) { return Each([&](int i) { return __builtin_copysignf(m.x[i], s.x[i]); }); }
-  static V Round(V a) {  // to nearest even; |a| < 2^22
-    return Each([&](int i) { return (a.x[i] + 0x1.8p23f) - 0x1.8p23f; });
+  static V Max(V a, V b) { return IfLess(b, a, a, b); }
+  static V Fma(V a, V b, V c) { return Add(Mul(a, b), c); }   ///< a * b + c
+  static V Fnma(V a, V b, V c) { return Sub(c, Mul(a, b)); }  ///< c - a * b
+  static V Abs(V a) { return {Magnitude(a.lo), Magnitude(a.hi)}; }
+  static V CopySign(V m, V s) {
+    return {F4((U4)Magnitude(m.lo) | ((U4)s.lo & 0x80000000u)), F4((U4)Magnitude(m.hi) | ((U4)s.hi & 0x80000000u))};
   }
+  static V Round(V a) { return Sub(Add(a, Set1(0x1.8p23f)), Set1(0x1.8p23f)); }  ///< to nearest even; |a| < 2^22
   /// p * 2^n for whole n in [-126, 127].
-  static V TimesExp2(V p, V n) {
-    return Each([&](int i) {
-      const uint32_t e = static_cast<uint32_t>(static_cast<int32_t>(n.x[i]) + 127) << 23;
-      return p.x[i] * FromBits(e);
-    });
+  static V TimesExp2(V p, V n) { return {p.lo * Power(n.lo), p.hi * Power(n.hi)}; }
+  static float Sum(V a) {
+    const F4 x = a.lo + a.hi;
+    return (x[0] + x[2]) + (x[1] + x[3]);
   }
-  static float Sum(V a) { return ((a.x[0] + a.x[4]) + (a.x[2] + a.x[6])) + ((a.x[1] + a.x[5]) + (a.x[3] + a.x[7])); }
   static float MaxOf(V a) {
-    float m = a.x[0];
-    for (int i = 1; i < 8; ++i) m = a.x[i] > m ? a.x[i] : m;
-    return m;
+    const F4 x = Max(a, V{a.hi, a.lo}).lo;
+    const float even = x[0] > x[2] ? x[0] : x[2], odd = x[1] > x[3] ? x[1] : x[3];
+    return even > odd ? even : odd;
   }
   /// Lane i: a if bit i of `bits` is set, else b.
-  static V IfBits(uint32_t bits, V a, V b) { return Each([&](int i) { return (bits >> i) & 1u ? a.x[i] : b.x[i]; }); }
-  static V IfLess(V x, V y, V a, V b) { return Each([&](int i) { return x.x[i] < y.x[i] ? a.x[i] : b.x[i]; }); }
-
-  static V LoadF16(const uint16_t* p) { return Each([&](int i) { return Half(p[i]); }); }
-  static V LoadBf16(const uint16_t* p) {
-    return Each([&](int i) { return FromBits(static_cast<uint32_t>(p[i]) << 16); });
+  static V IfBits(uint32_t bits, V a, V b) {
+    const U4 all = {bits, bits, bits, bits}, lane = {1, 2, 4, 8};
+    return {Blend((all & lane) != 0, a.lo, b.lo), Blend((all & (lane << 4)) != 0, a.hi, b.hi)};
   }
+  /// Lane i: x < y ? a : b.
+  static V IfLess(V x, V y, V a, V b) { return {Blend(x.lo < y.lo, a.lo, b.lo), Blend(x.hi < y.hi, a.hi, b.hi)}; }
+
+  static V LoadF16(const uint16_t* p) { return {Half(Widen(p)), Half(Widen(p + 4))}; }
+  static V LoadBf16(const uint16_t* p) { return {(F4)(Widen(p) << 16), (F4)(Widen(p + 4) << 16)}; }
   /// 8 values, the other lanes (of 16) 0.
   static V LoadF16Half(const uint16_t* p) { return LoadF16(p); }
   static V LoadBf16Half(const uint16_t* p) { return LoadBf16(p); }
@@ -67,30 +73,26 @@ struct SimdScalar {
   static V PairsToBlocks(V v) { return v; }
   /// even = a0 a2 ... b0 b2 ..., odd = a1 a3 ...
   static void Deinterleave(V a, V b, V& even, V& odd) {
-    for (int i = 0; i < 4; ++i) {
-      even.x[i] = a.x[2 * i], odd.x[i] = a.x[2 * i + 1];
-      even.x[4 + i] = b.x[2 * i], odd.x[4 + i] = b.x[2 * i + 1];
-    }
+    even = {F4{a.lo[0], a.lo[2], a.hi[0], a.hi[2]}, F4{b.lo[0], b.lo[2], b.hi[0], b.hi[2]}};
+    odd = {F4{a.lo[1], a.lo[3], a.hi[1], a.hi[3]}, F4{b.lo[1], b.lo[3], b.hi[1], b.hi[3]}};
   }
 
   /// Per lane: first + bits * token, pairs order.
   static I KeyShift(uint32_t bits, uint32_t first) {
-    I r;
-    for (uint32_t i = 0; i < 8; ++i) r.x[i] = first + bits * i;
-    return r;
+    const U4 lo = U4{0, 1, 2, 3} * bits + first;
+    return {lo, lo + 4 * bits};
   }
   /// The 32-bit word at c0 in the lanes of channel 0, at c1 in those of channel 1; pairs order.
   static I KeyWords(const uint8_t* c0, const uint8_t*) {
     uint32_t w;
-    std::memcpy(&w, c0, 4);
-    I r;
-    for (uint32_t& x : r.x) x = w;
-    return r;
+    __builtin_memcpy(&w, c0, 4);
+    return {U4{w, w, w, w}, U4{w, w, w, w}};
   }
   /// Low kBits of words >> shift as floats.
   template <int kBits>
   static V Codes(I words, I shift) {
-    return Each([&](int i) { return static_cast<float>(static_cast<int>((words.x[i] >> shift.x[i]) & ((1u << kBits) - 1))); });
+    constexpr uint32_t kMask = (1u << kBits) - 1;
+    return {ToFloat((words.lo >> shift.lo) & kMask), ToFloat((words.hi >> shift.hi) & kMask)};
   }
 
   /// Codes of windows of 8 tokens, kChannels pairs at a time: channels from p on and their partners, which follow at
@@ -113,10 +115,9 @@ struct SimdScalar {
     /// kLanes values whose codes begin at p. May read up to 4 bytes more than their codes.
     V Load(const uint8_t* p) const {
       uint32_t w = 0;
-      std::memcpy(&w, p, kBits);
-      return Each([&](int i) {
-        return static_cast<float>(static_cast<int>((w >> (kBits * i)) & ((1u << kBits) - 1))) * scale + zero;
-      });
+      __builtin_memcpy(&w, p, kBits);
+      const I words{U4{w, w, w, w}, U4{w, w, w, w}};
+      return Fma(Codes<kBits>(words, KeyShift(kBits, 0)), Set1(scale), Set1(zero));
     }
   };
 
@@ -126,25 +127,18 @@ struct SimdScalar {
   }
 
  private:
-  template <class F>
-  static V Each(F&& f) {
-    V r;
-    for (int i = 0; i < 8; ++i) r.x[i] = f(i);
-    return r;
-  }
-  static float FromBits(uint32_t u) {
-    float f;
-    std::memcpy(&f, &u, 4);
-    return f;
-  }
-  static float Half(uint16_t h) {
-    const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16, x = static_cast<uint32_t>(h & 0x7FFFu) << 13;
-    const uint32_t subnormal_bits = x + (113u << 23);
-    float tiny = FromBits(subnormal_bits) - FromBits(113u << 23);
-    uint32_t t;
-    std::memcpy(&t, &tiny, 4);
-    const uint32_t normal = x + ((x >= (31u << 23)) ? (224u << 23) : (112u << 23));
-    return FromBits((x < (1u << 23) ? t : normal) | sign);
+  static F4 Blend(I4 mask, F4 a, F4 b) { return (F4)(((I4)a & mask) | ((I4)b & ~mask)); }
+  static F4 Magnitude(F4 a) { return (F4)((U4)a & 0x7FFFFFFFu); }
+  static F4 Power(F4 n) { return (F4)((__builtin_convertvector(n, I4) + 127) << 23); }
+  static F4 ToFloat(U4 code) { return __builtin_convertvector((I4)code, F4); }
+  static U4 Widen(const uint16_t* p) { return U4{p[0], p[1], p[2], p[3]}; }
+  static F4 Half(U4 h) {
+    const U4 sign = (h & 0x8000u) << 16, x = (h & 0x7FFFu) << 13;
+    const F4 offset = (F4)(U4{} + (113u << 23));
+    const F4 subnormal = (F4)(x + (113u << 23)) - offset;
+    const F4 normal = (F4)(x + (112u << 23)), special = (F4)(x + (224u << 23));  // special: infinity, NaN
+    const F4 finite = Blend((I4)(x < (1u << 23)), subnormal, normal);
+    return (F4)((U4)Blend((I4)(x >= (31u << 23)), special, finite) | sign);
   }
 };
 
