@@ -56,8 +56,9 @@ Result<std::unique_ptr<KvCache>> KvCache::Create(const Config& config,
   for (size_t il = 0; il < layers.size(); ++il) {
     QEVICT_RETURN_IF_ERROR(CheckShape(layers[il], il));
     if (config.per_head && layers[il].n_kv_heads != 1) {
-      return InvalidArgument("per_head ranks every kv head alone, so each must be a layer of its own; layer " +
-                             std::to_string(il) + " has " + std::to_string(layers[il].n_kv_heads) + " kv heads");
+      return InvalidArgument(
+          "per_head ranks every kv head alone, so each must be a layer of its own; layer " +
+          std::to_string(il) + " has " + std::to_string(layers[il].n_kv_heads) + " kv heads");
     }
   }
   std::unique_ptr<KvCache> cache(new KvCache);

@@ -243,8 +243,7 @@ Status KvCache::Impl::RestoreUnit(uint32_t il, TokenRef ref, bool is_k, const Ro
     if (!is_k) return DataLoss("values of a token whose keys are missing");
     restore->units.emplace(key, RestoredUnit{});
     windows[ref.window].flags |= WindowRecord::kSealed;
-    ++windows[ref.window].n_created;
-    return {};
+    return {};  // counts as written when the restore ends
   }
   if (known != restore->units.end()) {
     return DataLoss("a saved row is full precision, another one of its window is not");

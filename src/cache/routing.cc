@@ -42,8 +42,8 @@ bool KvCache::Impl::NoteStep(SeqId seq, uint32_t n, bool decode) {
   return due;
 }
 
-/// init_rows = m: scores of a prompt come from its last m rows, but its end is not known. A chunk of n
-/// rows replaces what earlier ones left, except for the share of the m - n rows before it.
+/// init_rows = m: scores of a prompt come from its last m rows, but its end is not known. A chunk
+/// of n rows replaces what earlier ones left, except for the share of the m - n rows before it.
 void KvCache::Impl::KeepLastRows(Sequence& s, uint32_t n) {
   if (config.init_rows == 0) return;
   const uint32_t m = config.init_rows;
