@@ -4,9 +4,13 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstring>
 #include <string>
 #include <vector>
 
+#include "base/half.h"
+#include "codecs/kivi_axis.h"
+#include "ggml/cache_group.h"
 #include "ggml/testing/held.h"
 
 namespace qevict::plugin::testing {
@@ -57,15 +61,18 @@ TEST_P(SettingTest, PromptThenDecode) {
     ASSERT_GT(report.budget_bytes, 0u);
   }
   const qevict_stats stats = twin.ours.stats();
-  EXPECT_GT(stats.packed_tokens, 0u);
+  EXPECT_GT(stats.packed_tokens + stats.evicted_tokens, 0u);
   EXPECT_LE(stats.peak_bytes, stats.budget_bytes);
-  EXPECT_EQ(stats.full_tokens + stats.packed_tokens + stats.evicted_tokens, 2 * 340u);
+  const uint32_t n_layers = twin.ours.cache()->n_layers();  // kv heads count under per_head
+  EXPECT_EQ(stats.full_tokens + stats.packed_tokens + stats.evicted_tokens, n_layers * 340u);
 }
 
 INSTANTIATE_TEST_SUITE_P(
     Budgets, SettingTest,
     ::testing::Values(Setting{"b20", "preset=qevict,budget=20%,recents=16"},
                       Setting{"b30", "preset=qevict,budget=30%"},
+                      Setting{"streaming", "preset=streaming,budget=30%"},
+                      Setting{"perhead", "preset=qevict,budget=30%,per_head=1"},
                       Setting{"b40", "preset=qevict,budget=40%"},
                       Setting{"bits4", "preset=qevict,budget=30%,bits=4"},
                       Setting{"pinned", "preset=qevict,budget=30%,promotion=pinned"},
@@ -85,6 +92,96 @@ INSTANTIATE_TEST_SUITE_P(
         Setting{"d80", "preset=qevict,budget=30%", GGML_ROPE_TYPE_NEOX, GGML_TYPE_F16, 80, 1},
         Setting{"d128", "preset=qevict,budget=30%", GGML_ROPE_TYPE_NEOX, GGML_TYPE_F16, 128, 7}),
     [](const ::testing::TestParamInfo<Setting>& s) { return s.param.name; });
+
+// What is packed are the keys before RoPE: codes decode to the model's unrotated rows, within half
+// a step of their grid. This is what a wrong lineage (mode, dimensions, factors, YaRN) would break.
+struct Lineage {
+  const char* name;
+  RopeSpec rope;
+};
+
+class LineageTest : public ::testing::TestWithParam<Lineage> {};
+
+TEST_P(LineageTest, CodesAreUnrotatedKeys) {
+  CacheSpec spec = Spec(1);
+  spec.layers[0].rope = GetParam().rope;
+  Twin twin(spec, "preset=qevict,budget=30%");
+  std::vector<float> keys;  // by cell, before RoPE
+  for (const uint32_t n : {200u, 100u, 1u}) {
+    const StepInput in = twin.Input(TokensOf(0, static_cast<int32_t>(keys.size() / 128), n));
+    keys.insert(keys.end(), in.rows[0].k.begin(), in.rows[0].k.end());
+    ASSERT_EQ(twin.ours.Run(in).status, GGML_STATUS_SUCCESS);
+  }
+  const KvCache& cache = *twin.ours.cache();
+  std::vector<kernels::WindowRef> refs;
+  std::vector<WindowId> ids;
+  cache.View(0, cache.Sequences(0)[0], refs, ids);
+  size_t head_bytes[3], n_packed = 0;
+  cache.HeadBytes(0, head_bytes);
+  const codecs::KiviAxisLayout at = codecs::LayoutKiviAxis(2, 8, 64, 64);
+  std::vector<float> k(8 * 64);
+  for (size_t w = 0; w < refs.size(); ++w) {
+    if (refs[w].format != kernels::WindowFormat::kPacked2) continue;
+    const WindowInfo info = cache.info(ids[w]);
+    for (size_t h = 0; h < 2; ++h) {
+      const uint8_t* block = refs[w].data + h * head_bytes[1];
+      codecs::DecodeKiviAxis(2, 8, 64, 64, 8, block, k.data(), nullptr);
+      ++n_packed;
+      for (size_t t = 0; t < 8; ++t) {
+        for (size_t i = 0; i < 64; ++i) {
+          uint16_t scale;
+          std::memcpy(&scale, block + at.k_scale + 2 * i, 2);
+          const float want = keys[(info.cells[t] * 2 + h) * 64 + i];
+          ASSERT_NEAR(k[t * 64 + i], want, 0.5f * F16ToF32(scale) + 0.02f) << "channel " << i;
+        }
+      }
+    }
+  }
+  EXPECT_GT(n_packed, 10u);
+}
+
+RopeSpec Rope(int mode, int n_dims = 0) {
+  RopeSpec rope;
+  rope.mode = mode;
+  rope.n_dims = n_dims;
+  return rope;
+}
+
+RopeSpec Sections(int mode, int a, int b, int c, int d) {
+  RopeSpec rope = Rope(mode);
+  const int sections[4] = {a, b, c, d};
+  std::copy_n(sections, 4, rope.sections);
+  return rope;
+}
+
+RopeSpec Yarn(int mode) {
+  RopeSpec rope = Rope(mode);
+  rope.ext_factor = 1.0f;
+  rope.freq_scale = 0.25f;
+  rope.attn_factor = 1.2f;
+  return rope;
+}
+
+RopeSpec Factors(int mode) {
+  RopeSpec rope = Rope(mode);
+  rope.factors = true;
+  return rope;
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Ropes, LineageTest,
+    ::testing::Values(Lineage{"none", Rope(kNoRope)},
+                      Lineage{"normal", Rope(GGML_ROPE_TYPE_NORMAL)},
+                      Lineage{"neox", Rope(GGML_ROPE_TYPE_NEOX)},
+                      Lineage{"partial", Rope(GGML_ROPE_TYPE_NEOX, 48)},
+                      Lineage{"partialnormal", Rope(GGML_ROPE_TYPE_NORMAL, 32)},
+                      Lineage{"factors", Factors(GGML_ROPE_TYPE_NORMAL)},
+                      Lineage{"yarn", Yarn(GGML_ROPE_TYPE_NEOX)},
+                      Lineage{"mrope", Sections(GGML_ROPE_TYPE_MROPE, 8, 12, 12, 0)},
+                      Lineage{"mropewithrest", Sections(GGML_ROPE_TYPE_MROPE, 8, 10, 10, 4)},
+                      Lineage{"imrope", Sections(GGML_ROPE_TYPE_IMROPE, 12, 10, 10, 0)},
+                      Lineage{"imropewithrest", Sections(GGML_ROPE_TYPE_IMROPE, 10, 8, 8, 6)}),
+    [](const ::testing::TestParamInfo<Lineage>& l) { return l.param.name; });
 
 TEST(EventsTest, AtDecodeStepZeroAndEveryInterval) {
   for (const uint32_t interval : {8u, 12u}) {

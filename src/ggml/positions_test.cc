@@ -216,6 +216,19 @@ TEST(ShiftOfSequencesTest, OneOfAUnifiedCache) {
   ExpectPositionsOfCells(twin);
 }
 
+// Two shifts in a row, from a host that does not announce its graphs.
+TEST(ShiftOfSequencesTest, TwiceWithoutAnnouncement) {
+  Twin twin(CacheSpec{});
+  twin.ours.AnnounceGraphs(false);
+  twin.Step(TokensOf(0, 0, 40));
+  for (int i = 0; i < 2; ++i) {
+    twin.cells.Shift(0, 0, -1, 11);
+    ASSERT_EQ(twin.Shift(), GGML_STATUS_SUCCESS);
+  }
+  ExpectPositionsOfCells(twin);
+  ExpectExact(twin.Step(TokensOf(0, 62, 1)), "two shifts");
+}
+
 // Self-extend divides positions: neighbours come to share one.
 TEST(ShiftOfSequencesTest, ByDifferentAmountsPerToken) {
   Twin twin(CacheSpec{});

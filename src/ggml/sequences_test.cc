@@ -174,6 +174,18 @@ TEST(CellsTest, OverwrittenSequenceDisappears) {
   EXPECT_THAT(twin.ours.cache()->Sequences(0), SizeIs(1));
 }
 
+// Sequence 0 loses its end, and another sequence takes the cells: it is still one sequence.
+TEST(CellsTest, TailTakenByAnotherSequence) {
+  Twin twin(TwoLayers());
+  twin.Step(TokensOf(0, 0, 60));
+  twin.cells.Remove(0, 45);
+  ExpectExact(twin.Step(TokensOf(1, 0, 30)), "another sequence in cells of the tail");
+  ExpectExact(twin.Step(TokensOf(0, 45, 1)), "first token after that");
+  ExpectExact(twin.Step(Join({TokensOf(0, 46, 20), TokensOf(1, 30, 20)})), "both");
+  EXPECT_THAT(twin.ours.cache()->Sequences(0), SizeIs(2));
+  EXPECT_THAT(twin.HoldersOf(0), SizeIs(1));
+}
+
 TEST(StepsTest, GraphIsReusedWithOtherInputs) {
   Twin twin(TwoLayers(512, 2));
   twin.Step(Join({TokensOf(0, 0, 40), TokensOf(1, 0, 40)}));
@@ -200,6 +212,22 @@ TEST(StepsTest, WithoutTheThreadCountCallback) {
   for (const uint32_t n : {30u, 1u, 1u, 8u, 1u}) {
     ExpectExact(twin.Step(TokensOf(0, pos, n)), "unannounced step");
     pos += static_cast<int32_t>(n);
+  }
+}
+
+// A step that fails leaves nothing behind that the next one could take for its own.
+TEST(StepsTest, AfterAFailedStep) {
+  for (const bool announced : {true, false}) {
+    Twin twin(TwoLayers());
+    twin.ours.AnnounceGraphs(announced);
+    twin.Step(TokensOf(0, 0, 30));
+    StepInput in = twin.Input(TokensOf(0, 30, 4));
+    const std::vector<int64_t> cells = in.cells;
+    in.cells[2] = 99999;
+    EXPECT_EQ(twin.ours.Run(in).status, GGML_STATUS_FAILED);
+    in.cells = cells;
+    ExpectExact(twin.RunInput(in), "the step with good cells");
+    ExpectExact(twin.Step(TokensOf(0, 34, 1)), "the next step");
   }
 }
 

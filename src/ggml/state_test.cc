@@ -57,6 +57,19 @@ TEST(CopyStreamTest, ReplacesWhatWasThere) {
   ExpectExact(twin.Step({{0, 22}, {1, 22}}), "and again");
 }
 
+// Copies that follow each other without a graph between them.
+TEST(CopyStreamTest, OneAfterTheOther) {
+  Twin twin(TwoLayers(3));
+  twin.Step(Join({TokensOf(0, 0, 30), TokensOf(1, 0, 30), TokensOf(2, 0, 30)}));
+  CopyStream(twin, 0, 1);
+  CopyStream(twin, 2, 1);
+  ExpectExact(twin.Step({{1, 30}}), "the second copy");
+  CopyStream(twin, 0, 1);
+  CopyStream(twin, 2, 1);
+  CopyStream(twin, 0, 1);
+  ExpectExact(twin.Step({{1, 30}}), "the first again");
+}
+
 // --- State bytes ---------------------------------------------------------------------------------
 
 struct Slices {
@@ -113,6 +126,24 @@ INSTANTIATE_TEST_SUITE_P(Slices, StateTest,
                          ::testing::Values(Slices{"whole", 0}, Slices{"b1000", 1000},
                                            Slices{"b7", 7}, Slices{"mib", 1u << 20}),
                          [](const ::testing::TestParamInfo<Slices>& s) { return s.param.name; });
+
+// Nothing has been computed in this session when the state arrives.
+TEST(StateBeforeAnyStepTest, IsTakenInAndCutOff) {
+  CacheSpec spec = TwoLayers();
+  spec.n_cells = 512;
+  Twin first(spec), second(spec);
+  first.Step(TokensOf(0, 0, 300));
+  const SavedState saved = Save(first.ours, 0, 0, 300);
+  Restore(second.ours, 0, 0, saved);
+  Restore(second.cpu, 0, 0, saved);
+  second.cells.Place(TokensOf(0, 0, 300));
+  second.cells.Remove(0, 200);
+  second.cells.Seek(0, 201);  // cell 200 stays free: nothing is overwritten that would say so
+  ExpectExact(second.Step(TokensOf(0, 200, 1)), "after a restore and a rollback");
+  for (uint32_t cell = 256; cell < 300; ++cell) {
+    EXPECT_EQ(second.ours.cache()->lookup(0, cell).window, kNone) << cell;
+  }
+}
 
 TEST(StateOfStreamsTest, IsRestoredIntoAnotherStream) {
   Twin twin(TwoLayers(2));

@@ -49,8 +49,9 @@ void DecodePacked(const uint8_t* block, const LayerShape& shape, const Config& c
 
 }  // namespace
 
-HeldRows ReadHeld(Engine& engine, uint32_t il, uint32_t stream) {
+HeldRows ReadHeld(Engine& engine, uint32_t layer, uint32_t stream, uint32_t part) {
   const KvCache& cache = *engine.cache();
+  const uint32_t il = engine.group()->layers()[layer].first_cache_layer + part;
   const LayerShape& shape = cache.layer(il);
   const Config& config = cache.config();
   const uint32_t n_cells = engine.spec().n_cells, d = shape.head_dim, dv = shape.head_dim_v;
@@ -104,41 +105,71 @@ Scores ScoresOf(Engine& engine, uint32_t il) {
   return result;
 }
 
+namespace {
+
+// Columns [part] of rows of n_parts * width floats.
+std::vector<float> Columns(const std::vector<float>& rows, size_t n_parts, size_t part,
+                           size_t width) {
+  std::vector<float> columns;
+  for (size_t begin = part * width; begin < rows.size(); begin += n_parts * width) {
+    columns.insert(columns.end(), rows.begin() + static_cast<ptrdiff_t>(begin),
+                   rows.begin() + static_cast<ptrdiff_t>(begin + width));
+  }
+  return columns;
+}
+
+// Part `part` of a layer (all its heads, or one kv head under per_head) against what is held.
+void CompareWithHeld(Twin& twin, const StepInput& in, const StepOutput& out, uint32_t il,
+                     uint32_t n_parts, uint32_t part, HeldReport& report) {
+  LayerSpec layer = twin.ours.spec().layers[il];
+  layer.n_kv_heads /= n_parts;
+  StepInput seen = in;  // with everything hidden that is not held
+  std::vector<StreamRows> streams;
+  std::vector<HeldRows> held;
+  const size_t rows = in.n_tokens() / in.n_streams;
+  std::vector<uint16_t>& mask = seen.masks[seen.mask_of[il]];
+  for (uint32_t s = 0; s < in.n_streams; ++s) {
+    held.push_back(ReadHeld(twin.ours, twin.ours.owner(il), in.first_stream + s, part));
+    streams.push_back(held.back().rows);
+    for (size_t i = s * rows * in.n_kv; i < (s + 1) * rows * in.n_kv; ++i) {
+      if (held[s].window[i % in.n_kv] == kNone) mask[i] = 0xFC00;
+    }
+  }
+  const size_t n_heads = layer.n_heads();
+  const std::vector<float> q = Columns(out.q[il], n_parts, part, n_heads * layer.head_dim);
+  const std::vector<float> sinks =
+      layer.sinks ? Columns(twin.ours.sinks(il), n_parts, part, n_heads) : std::vector<float>{};
+  std::vector<double> mass;
+  const std::vector<double> want = ReferenceAttention(layer, seen, il, q, streams, sinks, &mass);
+  report.layers.push_back(
+      Compare(Columns(out.attention[il], n_parts, part, n_heads * layer.head_dim_v), want));
+  report.masses.emplace_back();
+  for (size_t i = 0; i < mass.size(); ++i) {
+    const size_t token = i / (size_t{layer.n_kv_heads} * in.n_kv);
+    const WindowId w = held[token / rows].window[i % in.n_kv];
+    if (w == kNone) continue;
+    report.masses.back()[twin.ours.cache()->info(w).birth] +=
+        mass[i] / static_cast<double>(n_heads);
+  }
+}
+
+}  // namespace
+
 HeldReport RunHeld(Twin& twin, const std::vector<Token>& batch, bool compare) {
   const StepInput in = twin.Input(batch);
   const StepOutput out = twin.ours.Run(in);
   HeldReport report;
   report.status = out.status;
   if (out.status != GGML_STATUS_SUCCESS) return report;
-  const KvCache& cache = *twin.ours.cache();
-  report.violations = cache.Validate();
+  report.violations = twin.ours.cache()->Validate();
   const qevict_stats stats = twin.ours.stats();
   report.held_bytes = stats.full_bytes + stats.packed_bytes + stats.dormant_bytes +
                       stats.tables_bytes + stats.slack_bytes;
   report.budget_bytes = stats.budget_bytes;
   for (uint32_t il = 0; compare && il < in.mask_of.size(); ++il) {
-    const LayerSpec& layer = twin.ours.spec().layers[il];
-    StepInput seen = in;  // with everything hidden that is not held
-    std::vector<StreamRows> streams;
-    std::vector<HeldRows> held;
-    const size_t rows = in.n_tokens() / in.n_streams;
-    std::vector<uint16_t>& mask = seen.masks[seen.mask_of[il]];
-    for (uint32_t s = 0; s < in.n_streams; ++s) {
-      held.push_back(ReadHeld(twin.ours, twin.ours.owner(il), in.first_stream + s));
-      streams.push_back(held.back().rows);
-      for (size_t i = s * rows * in.n_kv; i < (s + 1) * rows * in.n_kv; ++i) {
-        if (held[s].window[i % in.n_kv] == kNone) mask[i] = 0xFC00;
-      }
-    }
-    std::vector<double> mass;
-    const std::vector<double> want =
-        ReferenceAttention(layer, seen, il, out.q[il], streams, twin.ours.sinks(il), &mass);
-    report.layers.push_back(Compare(out.attention[il], want));
-    report.masses.emplace_back();
-    for (size_t i = 0; i < mass.size(); ++i) {
-      const size_t token = i / (size_t{layer.n_kv_heads} * in.n_kv);
-      const WindowId w = held[token / rows].window[i % in.n_kv];
-      if (w != kNone) report.masses.back()[cache.info(w).birth] += mass[i] / layer.n_heads();
+    const uint32_t n_parts = twin.ours.group()->layers()[twin.ours.owner(il)].n_parts;
+    for (uint32_t part = 0; part < n_parts; ++part) {
+      CompareWithHeld(twin, in, out, il, n_parts, part, report);
     }
   }
   return report;

@@ -17,7 +17,8 @@ struct HeldRows {
   uint32_t n_packed = 0;         ///< windows
   uint32_t n_full = 0;
 };
-HeldRows ReadHeld(Engine& engine, uint32_t il, uint32_t stream);
+/// Under per_head: of kv head `part`.
+HeldRows ReadHeld(Engine& engine, uint32_t layer, uint32_t stream, uint32_t part = 0);
 
 /// A layer's windows and what they have scored, by birth number.
 using Scores = std::map<uint32_t, double>;
@@ -25,7 +26,7 @@ Scores ScoresOf(Engine& engine, uint32_t il);
 
 struct HeldReport {
   ggml_status status = GGML_STATUS_SUCCESS;
-  std::vector<Error> layers;
+  std::vector<Error> layers;  ///< and parts of layers
   std::vector<Scores>
       masses;  ///< per layer: probability per window, summed over rows, mean over heads
   std::vector<std::string> violations;
