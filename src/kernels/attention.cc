@@ -1,8 +1,10 @@
-// Splitting of an attention call into tasks, and merging. Compiled for the lowest CPU: no numbers are crunched here.
+// Splitting of an attention call into tasks, and merging. Compiled for the lowest CPU: no numbers
+// are crunched here.
 //
-// A task is (group, kv head, strip of blocks of query vectors), and when a call has fewer than kMinTasks of those, also a
-// chunk of windows. All sizes follow from the call alone, never from the number of threads, so results do not depend
-// on it. One strip merges its own blocks in order; chunks merge in a second pass, strips' window masses in a third.
+// A task is (group, kv head, strip of blocks of query vectors), and when a call has fewer than
+// kMinTasks of those, also a chunk of windows. All sizes follow from the call alone, never from the
+// number of threads, so results do not depend on it. One strip merges its own blocks in order;
+// chunks merge in a second pass, strips' window masses in a third.
 #include "kernels/attention.h"
 
 #include <algorithm>
@@ -22,10 +24,10 @@ using internal::MergeArgs;
 using internal::PadLanes;
 using internal::Scratch;
 
-constexpr uint32_t kMinTasks = 32;        // below: split over windows
+constexpr uint32_t kMinTasks = 32;  // below: split over windows
 constexpr uint32_t kMinChunkTokens = 512;
-constexpr uint32_t kPromptVectors = 96;   // query vectors of a block in the prompt form
-constexpr uint32_t kMaxStrips = 16;       // separately summed window masses per kv head
+constexpr uint32_t kPromptVectors = 96;  // query vectors of a block in the prompt form
+constexpr uint32_t kMaxStrips = 16;      // separately summed window masses per kv head
 constexpr size_t kBlockMassBytes = size_t{1} << 20;
 constexpr size_t kChunkMassBytes = size_t{16} << 20;
 
@@ -56,8 +58,8 @@ struct GroupPlan {
   uint32_t chunk_windows, n_chunks;
   bool prompt, want_mass;
   size_t first_task, first_merge;
-  BlockState* states;    // chunked: [head][block][chunk]
-  float* strip_mass;     // several strips: [head][strip][n_windows]
+  BlockState* states;  // chunked: [head][block][chunk]
+  float* strip_mass;   // several strips: [head][strip][n_windows]
 };
 
 uint32_t StripBegin(const GroupPlan& p, uint32_t strip) {
@@ -97,7 +99,8 @@ void PlanChunks(const AttentionGroup& g, size_t call_tasks, GroupPlan& p) {
   const size_t mass_bytes = size_t{p.n_vec} * p.n_heads * p.n_windows * sizeof(float);
   if (p.want_mass && mass_bytes > kChunkMassBytes) return;
   const uint32_t tile_windows = kTile / g.shape->window;
-  const uint32_t wanted = CeilDiv(p.n_windows, CeilDiv(kMinTasks, static_cast<uint32_t>(call_tasks)));
+  const uint32_t wanted =
+      CeilDiv(p.n_windows, CeilDiv(kMinTasks, static_cast<uint32_t>(call_tasks)));
   const uint32_t least = kMinChunkTokens / g.shape->window;
   p.chunk_windows = CeilDiv(std::max(wanted, least), tile_windows) * tile_windows;
   p.n_chunks = std::max(1u, CeilDiv(p.n_windows, p.chunk_windows));
@@ -106,7 +109,8 @@ void PlanChunks(const AttentionGroup& g, size_t call_tasks, GroupPlan& p) {
 /// Scratch for blocks of the plan's largest size.
 Scratch LayoutScratch(const AttentionGroup& g, const GroupPlan& p, Carver& carver) {
   const AttentionShape& s = *g.shape;
-  const size_t n = p.block_vec, d = s.head_dim, sub = std::min(s.window, 8u), d_pad = PadLanes(s.head_dim) + 2 * internal::kPad;
+  const size_t n = p.block_vec, d = s.head_dim, sub = std::min(s.window, 8u),
+               d_pad = PadLanes(s.head_dim) + 2 * internal::kPad;
   const size_t tiles = PadLanes(CeilDiv(p.chunk_windows, kTile / s.window));
   Scratch r{};
   r.q = carver.Take<float>(n * d + internal::kPad);
@@ -127,7 +131,8 @@ Scratch LayoutScratch(const AttentionGroup& g, const GroupPlan& p, Carver& carve
   return r;
 }
 
-BlockState LayoutState(const AttentionGroup& g, const GroupPlan& p, uint32_t n_vec, uint32_t n_win, Carver& carver) {
+BlockState LayoutState(const AttentionGroup& g, const GroupPlan& p, uint32_t n_vec, uint32_t n_win,
+                       Carver& carver) {
   BlockState s{};
   s.m = carver.Take<float>(n_vec);
   s.l = carver.Take<float>(n_vec);
@@ -139,7 +144,8 @@ BlockState LayoutState(const AttentionGroup& g, const GroupPlan& p, uint32_t n_v
 
 internal::RopeView ViewRope(const RopeTable* table) {
   internal::RopeView v{};
-  if (table == nullptr || table->params().pairing == RopePairing::kNone || table->n_pairs() == 0) return v;
+  if (table == nullptr || table->params().pairing == RopePairing::kNone || table->n_pairs() == 0)
+    return v;
   const uint32_t channels = internal::ActiveKeyChannels();
   v.coarse = table->coarse();
   v.fine = table->fine();
@@ -231,7 +237,9 @@ class Call {
   static size_t Tasks(const GroupPlan& p) {
     return size_t{p.n_heads} * (p.n_chunks > 1 ? p.n_blocks * p.n_chunks : p.n_strips);
   }
-  static size_t Merges(const GroupPlan& p) { return p.n_chunks > 1 ? size_t{p.n_heads} * p.n_blocks : 0; }
+  static size_t Merges(const GroupPlan& p) {
+    return p.n_chunks > 1 ? size_t{p.n_heads} * p.n_blocks : 0;
+  }
 
   /// Assigns memory: plans, states of chunks, masses of strips, scratch of threads.
   void Lay(Carver& carver) {
@@ -285,7 +293,8 @@ class Call {
     return LayoutThread(groups_[group], plans_[group], carver);
   }
 
-  /// The last group whose first index is not above `index`; groups without tasks share their successor's first index.
+  /// The last group whose first index is not above `index`; groups without tasks share their
+  /// successor's first index.
   size_t FindGroup(size_t index, size_t GroupPlan::*first) const {
     size_t i = groups_.size() - 1;
     while (plans_[i].*first > index) --i;
@@ -300,11 +309,13 @@ class Call {
     if (p.n_chunks > 1) {
       const uint32_t chunk = static_cast<uint32_t>(index % p.n_chunks);
       const uint32_t block = static_cast<uint32_t>(index / p.n_chunks % p.n_blocks);
-      const HeadArgs head = MakeHead(groups_[group], static_cast<uint32_t>(index / p.n_chunks / p.n_blocks));
+      const HeadArgs head =
+          MakeHead(groups_[group], static_cast<uint32_t>(index / p.n_chunks / p.n_blocks));
       AttendBlock(p, head, block, chunk, p.states[index], memory.scratch);
       return;
     }
-    const uint32_t strip = static_cast<uint32_t>(index % p.n_strips), kv_head = static_cast<uint32_t>(index / p.n_strips);
+    const uint32_t strip = static_cast<uint32_t>(index % p.n_strips),
+                   kv_head = static_cast<uint32_t>(index / p.n_strips);
     const HeadArgs head = MakeHead(groups_[group], kv_head);
     float* mass = MassTarget(group, kv_head, strip);
     for (uint32_t b = StripBegin(p, strip); b < StripBegin(p, strip + 1); ++b) {
@@ -324,8 +335,8 @@ class Call {
     return mass;
   }
 
-  void AttendBlock(const GroupPlan& p, const HeadArgs& head, uint32_t block, uint32_t chunk, const BlockState& state,
-                   const Scratch& scratch) const {
+  void AttendBlock(const GroupPlan& p, const HeadArgs& head, uint32_t block, uint32_t chunk,
+                   const BlockState& state, const Scratch& scratch) const {
     BlockArgs a{};
     a.head = &head;
     a.vec_begin = block * p.block_vec;
@@ -339,8 +350,8 @@ class Call {
     internal::ActiveTable().attend(a);
   }
 
-  void MergeBlock(const GroupPlan& p, const HeadArgs& head, uint32_t block, const BlockState* parts, float* mass,
-                  float* weights) const {
+  void MergeBlock(const GroupPlan& p, const HeadArgs& head, uint32_t block, const BlockState* parts,
+                  float* mass, float* weights) const {
     MergeArgs a{};
     a.head = &head;
     a.vec_begin = block * p.block_vec;
@@ -359,10 +370,12 @@ class Call {
       const size_t group = FindGroup(index, &GroupPlan::first_merge);
       const GroupPlan& p = plans_[group];
       const size_t local = index - p.first_merge;
-      const uint32_t block = static_cast<uint32_t>(local % p.n_blocks), kv_head = static_cast<uint32_t>(local / p.n_blocks);
+      const uint32_t block = static_cast<uint32_t>(local % p.n_blocks),
+                     kv_head = static_cast<uint32_t>(local / p.n_blocks);
       const HeadArgs head = MakeHead(groups_[group], kv_head);
       const Thread memory = ThreadMemory(group, thread);
-      MergeBlock(p, head, block, p.states + local * p.n_chunks, MassTarget(group, kv_head, block), memory.weights);
+      MergeBlock(p, head, block, p.states + local * p.n_chunks, MassTarget(group, kv_head, block),
+                 memory.weights);
     });
   }
 

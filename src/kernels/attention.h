@@ -1,15 +1,19 @@
 // Attention of one layer over full-precision and packed windows in one pass with online softmax.
-// Codes are read in place (dequantized in registers, or once per group of query rows into an L1/L2-sized tile of the
-// workspace); the exact probability mass of every window comes back with the output.
+// Codes are read in place (dequantized in registers, or once per group of query rows into an
+// L1/L2-sized tile of the workspace); the exact probability mass of every window comes back with
+// the output.
 //
-// Storage that the kernels read (written by src/cache, per kv head; W = window length Omega, S = min(W, 8), D, Dv):
+// Storage that the kernels read (written by src/cache, per kv head; W = window length Omega, S =
+// min(W, 8), D, Dv):
 //   full     K [W/S][D][S] 16-bit   tokens in lanes: channel-major inside sub-blocks of S tokens
 //            V [W][Dv]     16-bit   channels in lanes
-//   packed b K codes [D][W] b bits  little-endian in each byte, tokens of one channel adjacent (policies.md C10)
+//   packed b K codes [D][W] b bits  little-endian in each byte, tokens of one channel adjacent
+//   (policies.md C10)
 //            K grid  scale f16 [D], zero f16 [D]
 //            V codes [W][Dv] b bits channels of one token adjacent
 //            V grid  scale f16 [W], zero f16 [W]
-//            value = code * scale + zero; packed keys are stored before RoPE and rotated by the kernel.
+//            value = code * scale + zero; packed keys are stored before RoPE and rotated by the
+//            kernel.
 // D and Dv are multiples of 8 up to 512; W is 1, 2, 4, 8, 16 or 32.
 #pragma once
 
@@ -26,16 +30,17 @@ namespace qevict::kernels {
 
 enum class WindowFormat : uint8_t { kFull, kPacked2, kPacked4 };
 
-/// One window of a layer. `data` points at the first kv head's block; kv head h is at data + h * head_bytes[format].
-/// Lifetime: borrowed for the call.
+/// One window of a layer. `data` points at the first kv head's block; kv head h is at data + h *
+/// head_bytes[format]. Lifetime: borrowed for the call.
 struct WindowRef {
   const uint8_t* data;
-  int32_t pos0;         ///< position of token 0 (packed windows: where their keys are rotated to)
+  int32_t pos0;  ///< position of token 0 (packed windows: where their keys are rotated to)
   WindowFormat format;
-  uint8_t pos_stride;   ///< token t has position pos0 + t * pos_stride; 0 or 1
+  uint8_t pos_stride;  ///< token t has position pos0 + t * pos_stride; 0 or 1
 };
 
-/// RoPE as the kernels need it: phases of a pair at any position come from two small tables, no per-token memory.
+/// RoPE as the kernels need it: phases of a pair at any position come from two small tables, no
+/// per-token memory.
 class RopeTable;  // see kernels/rope_table.h
 
 /// Shape and constants shared by all rows of a call.
@@ -47,31 +52,37 @@ struct AttentionShape {
   uint32_t window = 8;      ///< W
   Elem elem_k = Elem::kF16;
   Elem elem_v = Elem::kF16;
-  size_t head_bytes[3] = {0, 0, 0};  ///< bytes of one kv head's block per WindowFormat; see FullHeadBytes, PackedHeadBytes
-  float scale = 1.0f;        ///< multiplies q.k
-  float softcap = 0.0f;      ///< > 0: s = softcap * tanh(s / softcap), after the scale
-  const float* slopes = nullptr;  ///< [n_heads] factor of `bias` (ALiBi), or null = 1
-  const float* sinks = nullptr;   ///< [n_heads] attention-sink logits: one more exp(sink) in each denominator, or null
+  /// Bytes of one kv head's block per WindowFormat; see FullHeadBytes, PackedHeadBytes.
+  size_t head_bytes[3] = {0, 0, 0};
+  float scale = 1.0f;               ///< multiplies q.k
+  float softcap = 0.0f;             ///< > 0: s = softcap * tanh(s / softcap), after the scale
+  const float* slopes = nullptr;    ///< [n_heads] factor of `bias` (ALiBi), or null = 1
+  const float* sinks = nullptr;     ///< [n_heads] attention-sink logits: one more exp(sink) in each
+                                    ///< denominator, or null
   const RopeTable* rope = nullptr;  ///< null: packed keys are not rotated
 };
 
-/// Query rows that look at the same list of windows (rows of one sequence). Query head index = kv_head * n_gqa + g.
+/// Query rows that look at the same list of windows (rows of one sequence). Query head index =
+/// kv_head * n_gqa + g.
 struct AttentionGroup {
   const AttentionShape* shape;
   uint32_t n_rows;
-  const float* q;             ///< element (row r, head h, channel d) at q + r*q_row_stride + h*q_head_stride + d, in floats
+  const float* q;  ///< element (row r, head h, channel d) at q + r*q_row_stride + h*q_head_stride +
+                   ///< d, in floats
   size_t q_row_stride, q_head_stride;
-  float* out;                 ///< [row][head][Dv] with the strides below, in floats
+  float* out;  ///< [row][head][Dv] with the strides below, in floats
   size_t out_row_stride, out_head_stride;
   std::span<const WindowRef> windows;
-  /// Bit t of visible[r * visible_stride + i] says that row r sees token t of window i. Rows may see nothing (output 0).
+  /// Bit t of visible[r * visible_stride + i] says that row r sees token t of window i. Rows may
+  /// see nothing (output 0).
   const uint32_t* visible;
   size_t visible_stride;
   /// Additive logits (times slope), [row][window * W + token], or null.
   const float* bias = nullptr;
   size_t bias_stride = 0;
-  /// If not null: mass[h * mass_head_stride + i] += sum over rows >= mass_first_row and over the n_gqa query heads of kv
-  /// head h of the attention probability that falls on window i. fp32; order of summation fixed (thread-count independent).
+  /// If not null: mass[h * mass_head_stride + i] += sum over rows >= mass_first_row and over the
+  /// n_gqa query heads of kv head h of the attention probability that falls on window i. fp32;
+  /// order of summation fixed (thread-count independent).
   float* mass = nullptr;
   size_t mass_head_stride = 0;
   uint32_t mass_first_row = 0;
@@ -88,7 +99,8 @@ class Workspace {
   ~Workspace();
   Workspace(const Workspace&) = delete;
   Workspace& operator=(const Workspace&) = delete;
-  /// 64-byte aligned memory of at least n bytes; contents undefined. Null if the system has no memory.
+  /// 64-byte aligned memory of at least n bytes; contents undefined. Null if the system has no
+  /// memory.
   uint8_t* Reserve(size_t n);
   size_t bytes() const { return bytes_; }
 
@@ -97,9 +109,10 @@ class Workspace {
   size_t bytes_ = 0;
 };
 
-/// Attends all groups (several streams or sequences of one layer) as one task list: split over (group, kv head, block of
-/// query rows) and, when that is too few, over chunks of windows whose partial states merge in fixed order.
-/// Returns false only if the workspace cannot grow (then out is undefined). Never aborts, never produces NaN from masks.
+/// Attends all groups (several streams or sequences of one layer) as one task list: split over
+/// (group, kv head, block of query rows) and, when that is too few, over chunks of windows whose
+/// partial states merge in fixed order. Returns false only if the workspace cannot grow (then out
+/// is undefined). Never aborts, never produces NaN from masks.
 bool Attend(std::span<const AttentionGroup> groups, ParallelFor& pool, Workspace& workspace);
 
 /// ISA levels, in rising order; the active one is the best the CPU has, or what QEVICT_SIMD names.

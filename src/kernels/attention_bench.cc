@@ -1,9 +1,11 @@
-// Attention at 16,384 tokens (decode, 4 layers with storage of their own, window masses on) and prompts of 512 rows at
-// depth 8,192, for every ISA of the CPU. A result that differs from the reference is an error, never a time.
+// Attention at 16,384 tokens (decode, 4 layers with storage of their own, window masses on) and
+// prompts of 512 rows at depth 8,192, for every ISA of the CPU. A result that differs from the
+// reference is an error, never a time.
 //
 //   kernels_bench --benchmark_filter=decode/avx512
 //
-// Counters: gflops = 4 * rows * tokens * head_dim * heads (products with masked tokens count), bytes = K and V read.
+// Counters: gflops = 4 * rows * tokens * head_dim * heads (products with masked tokens count),
+// bytes = K and V read.
 #include <benchmark/benchmark.h>
 
 #include <memory>
@@ -54,7 +56,8 @@ bool IsRight(ProblemParams p, benchmark::State& state) {
   return error.empty();
 }
 
-void BM_Attend(benchmark::State& state, Isa isa, ProblemParams p, int n_layers, unsigned n_threads) {
+void BM_Attend(benchmark::State& state, Isa isa, ProblemParams p, int n_layers,
+               unsigned n_threads) {
   const Isa before = ActiveIsa();
   ForceIsa(isa);
   if (IsRight(p, state)) {
@@ -67,12 +70,14 @@ void BM_Attend(benchmark::State& state, Isa isa, ProblemParams p, int n_layers, 
     }
     size_t bytes = 0;
     for (const auto& block : layers[0]->blocks()) bytes += block.size();
-    const double tokens = static_cast<double>(p.n_windows) * p.window, heads = p.n_kv_heads * p.n_gqa;
+    const double tokens = static_cast<double>(p.n_windows) * p.window,
+                 heads = p.n_kv_heads * p.n_gqa;
     const double flops = 4.0 * p.n_rows * tokens * p.head_dim * heads * n_layers;
     using benchmark::Counter;
     state.counters["gflops"] = Counter(flops * 1e-9, Counter::kIsIterationInvariantRate);
     state.counters["bytes_per_second"] =
-        Counter(static_cast<double>(bytes) * n_layers, Counter::kIsIterationInvariantRate, Counter::kIs1024);
+        Counter(static_cast<double>(bytes) * n_layers, Counter::kIsIterationInvariantRate,
+                Counter::kIs1024);
     state.counters["kv_bytes"] = static_cast<double>(bytes);
   }
   ForceIsa(before);
@@ -84,14 +89,18 @@ void Register() {
       for (int f = 0; f < 4; ++f) {
         for (unsigned threads : {1u, 2u}) {
           const auto formats = static_cast<Formats>(f);
-          const std::string tail = std::string(IsaName(isa)) + "/" + s.model + "/" + kFormatNames[f] + "/threads:" +
-                                   std::to_string(threads);
+          const std::string tail = std::string(IsaName(isa)) + "/" + s.model + "/" +
+                                   kFormatNames[f] + "/threads:" + std::to_string(threads);
           const ProblemParams decode = MakeParams(s, formats, 1, 16384);
-          benchmark::RegisterBenchmark(("decode/" + tail).c_str(), BM_Attend, isa, decode, kLayers, threads)
-              ->Unit(benchmark::kMillisecond)->UseRealTime();
+          benchmark::RegisterBenchmark(("decode/" + tail).c_str(), BM_Attend, isa, decode, kLayers,
+                                       threads)
+              ->Unit(benchmark::kMillisecond)
+              ->UseRealTime();
           const ProblemParams prompt = MakeParams(s, formats, 512, 8192 + 512);
-          benchmark::RegisterBenchmark(("prompt/" + tail).c_str(), BM_Attend, isa, prompt, 1, threads)
-              ->Unit(benchmark::kMillisecond)->UseRealTime();
+          benchmark::RegisterBenchmark(("prompt/" + tail).c_str(), BM_Attend, isa, prompt, 1,
+                                       threads)
+              ->Unit(benchmark::kMillisecond)
+              ->UseRealTime();
         }
       }
     }

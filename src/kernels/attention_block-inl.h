@@ -1,5 +1,5 @@
-// The two entry points of an ISA: attention of a block of query vectors over a chunk of windows, and the merge of chunks.
-// Included by attention_<isa>.cc.
+// The two entry points of an ISA: attention of a block of query vectors over a chunk of windows,
+// and the merge of chunks. Included by attention_<isa>.cc.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,8 @@ template <class S>
 class Block {
  public:
   explicit Block(const BlockArgs& args) : a_(args), h_(*args.head), s_(args.scratch) {
-    for (uint32_t i = 0; i < a_.n_win; ++i) (Window(i).format == WindowFormat::kFull ? has_full_ : has_packed_) = true;
+    for (uint32_t i = 0; i < a_.n_win; ++i)
+      (Window(i).format == WindowFormat::kFull ? has_full_ : has_packed_) = true;
   }
 
   void Run() {
@@ -31,11 +32,15 @@ class Block {
   using V = typename S::V;
 
   uint32_t Row(uint32_t m) const { return s_.rows[m]; }
-  uint32_t Head(uint32_t m) const { return h_.first_head + a_.vec_begin + m - s_.rows[m] * h_.n_gqa; }
+  uint32_t Head(uint32_t m) const {
+    return h_.first_head + a_.vec_begin + m - s_.rows[m] * h_.n_gqa;
+  }
   bool Counts(uint32_t m) const { return a_.state.mass != nullptr && Row(m) >= h_.mass_first_row; }
   const WindowRef& Window(uint32_t i) const { return h_.windows[a_.win_begin + i]; }
   /// Packed windows are scored from registers, else through a decoded tile.
-  bool PackedInPlace() const { return h_.window == 8 && PackedInVectors<S>(h_, h_.rope.coarse != nullptr); }
+  bool PackedInPlace() const {
+    return h_.window == 8 && PackedInVectors<S>(h_, h_.rope.coarse != nullptr);
+  }
 
   void PrepareQueries() {
     const uint32_t d = h_.head_dim;
@@ -47,14 +52,16 @@ class Block {
       if (!a_.prompt && (has_full_ || !PackedInPlace())) ExpandQuery(q, m);
     }
     if (a_.prompt || !has_packed_ || !PackedInPlace()) return;
-    ForBlocks(0, a_.n_vec, [&](uint32_t m, auto block) { InterleaveQueries(m, decltype(block)::value); });
+    ForBlocks(0, a_.n_vec,
+              [&](uint32_t m, auto block) { InterleaveQueries(m, decltype(block)::value); });
   }
 
   /// Each channel S times: lanes of full keys.
   void ExpandQuery(const float* q, uint32_t m) {
     const uint32_t d = h_.head_dim, sub = h_.window < 8 ? h_.window : 8;
     float* dst = s_.q_lanes + static_cast<size_t>(m) * (d * sub + kPad);
-    for (uint32_t c = 0; c < d; ++c) S::Store(dst + c * sub, S::Set1(q[c]));  // the excess is overwritten by the next
+    for (uint32_t c = 0; c < d; ++c)
+      S::Store(dst + c * sub, S::Set1(q[c]));  // the excess is overwritten by the next
     for (uint32_t t = 0; t < kPad; ++t) dst[d * sub + t] = 0.0f;
   }
 
@@ -98,7 +105,8 @@ class Block {
       if (row != last_row) {
         const uint32_t* visible = h_.visible + row * h_.visible_stride + a_.win_begin + first;
         bits = 0;
-        for (uint32_t i = 0; i < n_win; ++i) bits |= static_cast<uint64_t>(visible[i] & window_bits) << (i * h_.window);
+        for (uint32_t i = 0; i < n_win; ++i)
+          bits |= static_cast<uint64_t>(visible[i] & window_bits) << (i * h_.window);
         all |= bits;
         common &= bits;
         last_row = row;
@@ -111,7 +119,8 @@ class Block {
 
   uint32_t WindowBits(uint64_t bits, uint32_t i) const {
     const uint64_t shifted = bits >> (i * h_.window);
-    return static_cast<uint32_t>(h_.window >= 32 ? shifted : shifted & ((uint64_t{1} << h_.window) - 1));
+    return static_cast<uint32_t>(h_.window >= 32 ? shifted
+                                                 : shifted & ((uint64_t{1} << h_.window) - 1));
   }
 
   void RunTile(uint32_t first, uint32_t n_win, uint32_t tile) {
@@ -124,9 +133,11 @@ class Block {
     if (a_.prompt) {
       for (uint32_t i = 0; i < n_win; ++i) {
         if (WindowBits(seen, i) == 0) continue;
-        DecodeKeys<S>(h_, Window(first + i), NextWindow(first + i), s_.coef, s_.k_tile + i * h_.window);
+        DecodeKeys<S>(h_, Window(first + i), NextWindow(first + i), s_.coef,
+                      s_.k_tile + i * h_.window);
       }
-      Gemm<S, false>(s_.q, h_.head_dim, s_.k_tile, kTile, s_.scores, kTile, a_.n_vec, kTile, h_.head_dim);
+      Gemm<S, false>(s_.q, h_.head_dim, s_.k_tile, kTile, s_.scores, kTile, a_.n_vec, kTile,
+                     h_.head_dim);
     } else {
       ScoreTile(first, n_win, seen);
     }
@@ -175,7 +186,8 @@ class Block {
   template <class F>
   void ForBlocks(uint32_t begin, uint32_t end, F&& f) {
     for (uint32_t m = begin; m < end;) {
-      const uint32_t left = end - m, blocks = (left + kMaxBlock - 1) / kMaxBlock, n = (left + blocks - 1) / blocks;
+      const uint32_t left = end - m, blocks = (left + kMaxBlock - 1) / kMaxBlock,
+                     n = (left + blocks - 1) / blocks;
       WithBlock(n, [&](auto block) { f(m, block); });
       m += n;
     }
@@ -186,8 +198,8 @@ class Block {
     const uint32_t sub = h_.window < 8 ? h_.window : 8;
     const size_t stride = static_cast<size_t>(h_.head_dim) * sub + kPad;
     ForBlocks(0, a_.n_vec, [&](uint32_t m, auto block) {
-      ScoreFullBlocks<S, E, decltype(block)::value>(blocks, n, s_.q_lanes + m * stride, stride, h_.head_dim, sub,
-                                                    s_.scores + m * kTile);
+      ScoreFullBlocks<S, E, decltype(block)::value>(blocks, n, s_.q_lanes + m * stride, stride,
+                                                    h_.head_dim, sub, s_.scores + m * kTile);
     });
   }
 
@@ -202,7 +214,8 @@ class Block {
       const uint16_t* keys = reinterpret_cast<const uint16_t*>(w.data + h_.head_offset[0]);
       const uint32_t parts = h_.window / sub, iterations = h_.head_dim * sub / S::kLanes;
       for (uint32_t part = 0; part < parts; ++part) {
-        blocks[n++] = {keys + part * sub * h_.head_dim, i * h_.window + part * sub, Next(first + i, part, parts, iterations)};
+        blocks[n++] = {keys + part * sub * h_.head_dim, i * h_.window + part * sub,
+                       Next(first + i, part, parts, iterations)};
       }
     }
     if (n != 0) ScoreBlocks<E>(blocks, n);
@@ -212,7 +225,8 @@ class Block {
   Ahead Next(uint32_t i, uint32_t part, uint32_t parts, uint32_t iterations) const {
     if (i + h_.tile_windows >= a_.n_win || iterations == 0) return {Window(i).data, 0, 0};
     const WindowRef& w = Window(i + h_.tile_windows);
-    const uint32_t bits = w.format == WindowFormat::kFull ? 16 : 2 * static_cast<uint32_t>(w.format);
+    const uint32_t bits =
+        w.format == WindowFormat::kFull ? 16 : 2 * static_cast<uint32_t>(w.format);
     const uint32_t grids = bits == 16 ? 0 : (h_.head_dim + h_.window) * 4;
     const uint32_t bytes = (h_.window * (h_.head_dim + h_.head_dim_v) * bits / 8 + grids) / parts;
     return {w.data + h_.head_offset[static_cast<int>(w.format)] + part * bytes, bytes / 2,
@@ -222,7 +236,9 @@ class Block {
   /// The same at the rate at which window i itself is decoded.
   Ahead NextWindow(uint32_t i) const {
     const bool full = Window(i).format == WindowFormat::kFull;
-    return Next(i, 0, 1, full ? h_.head_dim * h_.window / S::kLanes : h_.rope.n_pairs * h_.window / (8 * S::kChannels));
+    return Next(i, 0, 1,
+                full ? h_.head_dim * h_.window / S::kLanes
+                     : h_.rope.n_pairs * h_.window / (8 * S::kChannels));
   }
 
   void ScorePackedWindow(const WindowRef& w, uint32_t column, const Ahead& ahead) {
@@ -247,11 +263,13 @@ class Block {
     const size_t block_floats = static_cast<size_t>(h_.head_dim) * sub;
     DecodePackedKeys<S>(h_, w, ahead, s_.coef, s_.k_tile, sub, block_floats);
     KeyBlock<float> blocks[4];
-    for (uint32_t i = 0; i < h_.window / sub; ++i) blocks[i] = {s_.k_tile + i * block_floats, column + i * sub, {w.data, 0, 0}};
+    for (uint32_t i = 0; i < h_.window / sub; ++i)
+      blocks[i] = {s_.k_tile + i * block_floats, column + i * sub, {w.data, 0, 0}};
     ScoreBlocks<F32<S>>(blocks, h_.window / sub);
   }
 
-  /// Runs of query vectors that see the same tokens share their value loads; nobody multiplies a token it does not see.
+  /// Runs of query vectors that see the same tokens share their value loads; nobody multiplies a
+  /// token it does not see.
   void AddRuns(uint32_t first, uint32_t n_win) {
     for (uint32_t begin = 0; begin < a_.n_vec;) {
       uint32_t end = begin + 1;
@@ -259,8 +277,10 @@ class Block {
       if (s_.bits[begin] != 0) {
         ForFormats(first, n_win, s_.bits[begin], [&](WindowFormat format, const TokenList& list) {
           for (uint32_t m = begin; m < end;) {
-            const uint32_t left = end - m, parts = (left + kMaxBlock - 1) / kMaxBlock, n = (left + parts - 1) / parts;
-            AddListed<S>(h_, format, list, n, s_.scores + m * kTile, a_.state.o + static_cast<size_t>(m) * h_.dv_pad);
+            const uint32_t left = end - m, parts = (left + kMaxBlock - 1) / kMaxBlock,
+                           n = (left + parts - 1) / parts;
+            AddListed<S>(h_, format, list, n, s_.scores + m * kTile,
+                         a_.state.o + static_cast<size_t>(m) * h_.dv_pad);
             m += n;
           }
         });
@@ -269,7 +289,8 @@ class Block {
     }
   }
 
-  /// Lists the tokens in `bits` in order, and calls f(format, list) for each run of windows of one format.
+  /// Lists the tokens in `bits` in order, and calls f(format, list) for each run of windows of one
+  /// format.
   template <class F>
   void ForFormats(uint32_t first, uint32_t n_win, uint64_t bits, F&& f) {
     TokenList list;
@@ -298,7 +319,8 @@ class Block {
         if (a_.state.mass != nullptr) ZeroMasses(m, first, n_win, tile);
         continue;
       }
-      const LogitArgs logit{h_.softcap, TileBias(m, first, n_win, tail), h_.slopes != nullptr ? h_.slopes[Head(m)] : 1.0f};
+      const LogitArgs logit{h_.softcap, TileBias(m, first, n_win, tail),
+                            h_.slopes != nullptr ? h_.slopes[Head(m)] : 1.0f};
       const float factor = SoftmaxTile<S>(scores, s_.bits[m], logit, a_.state.m[m], a_.state.l[m]);
       if (factor != 1.0f) Rescale(a_.state.o + static_cast<size_t>(m) * h_.dv_pad, factor);
       if (a_.state.mass == nullptr) continue;
@@ -314,7 +336,8 @@ class Block {
   /// Bias of the tile's tokens; the last tile is copied, since the array ends with its last window.
   const float* TileBias(uint32_t m, uint32_t first, uint32_t n_win, float* tail) const {
     if (h_.bias == nullptr) return nullptr;
-    const float* bias = h_.bias + Row(m) * h_.bias_stride + static_cast<size_t>(a_.win_begin + first) * h_.window;
+    const float* bias =
+        h_.bias + Row(m) * h_.bias_stride + static_cast<size_t>(a_.win_begin + first) * h_.window;
     if (n_win == h_.tile_windows) return bias;
     for (uint32_t i = 0; i < kTile; ++i) tail[i] = i < n_win * h_.window ? bias[i] : 0.0f;
     return tail;
@@ -327,8 +350,9 @@ class Block {
 
   void AddTile(uint32_t first, uint32_t n_win, uint64_t seen, bool same) {
     const uint32_t dv_pad = h_.dv_pad;
-    ForFormats(first, n_win, seen,
-               [&](WindowFormat format, const TokenList& list) { WidenListed<S>(h_, format, list, s_.v_tile); });
+    ForFormats(first, n_win, seen, [&](WindowFormat format, const TokenList& list) {
+      WidenListed<S>(h_, format, list, s_.v_tile);
+    });
     ClearUnseenValues<S>(seen, dv_pad, s_.v_tile);
     if (!same && !AllFinite<S>(s_.v_tile, dv_pad)) {
       AddVisibleOnly<S>(s_.scores, s_.bits, a_.n_vec, dv_pad, s_.v_tile, a_.state.o);
@@ -336,7 +360,8 @@ class Block {
     }
     for (uint32_t j = 0; j < dv_pad; j += kPanel) {
       const uint32_t width = dv_pad - j < kPanel ? dv_pad - j : kPanel;
-      Gemm<S, true>(s_.scores, kTile, ValueCell(s_.v_tile, 0, j), kPanel, a_.state.o + j, dv_pad, a_.n_vec, width, kTile);
+      Gemm<S, true>(s_.scores, kTile, ValueCell(s_.v_tile, 0, j), kPanel, a_.state.o + j, dv_pad,
+                    a_.n_vec, width, kTile);
     }
   }
 
@@ -374,7 +399,8 @@ void MergeBlock(const MergeArgs& a) {
   using V = typename S::V;
   const HeadArgs& h = *a.head;
   for (uint32_t i = 0; i < a.n_vec; ++i) {
-    const uint32_t row = (a.vec_begin + i) / h.n_gqa, head = h.first_head + (a.vec_begin + i) % h.n_gqa;
+    const uint32_t row = (a.vec_begin + i) / h.n_gqa,
+                   head = h.first_head + (a.vec_begin + i) % h.n_gqa;
     float max = h.sinks != nullptr ? h.sinks[head] : kMinusInf;
     for (uint32_t p = 0; p < a.n_parts; ++p) max = a.parts[p].m[i] > max ? a.parts[p].m[i] : max;
     float sum = h.sinks != nullptr && max != kMinusInf ? ExpScalar<S>(h.sinks[head] - max) : 0.0f;
@@ -391,7 +417,8 @@ void MergeBlock(const MergeArgs& a) {
       V x = S::Zero();
       for (uint32_t p = 0; p < a.n_parts; ++p) {
         if (a.weights[p] == 0.0f) continue;
-        x = S::Fma(S::Load(a.parts[p].o + static_cast<size_t>(i) * h.dv_pad + j), S::Set1(a.weights[p]), x);
+        x = S::Fma(S::Load(a.parts[p].o + static_cast<size_t>(i) * h.dv_pad + j),
+                   S::Set1(a.weights[p]), x);
       }
       if (j + S::kLanes <= h.head_dim_v) {
         S::Store(out + j, x);

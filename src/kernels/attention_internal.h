@@ -1,5 +1,6 @@
-// Contract between the planner (attention.cc, compiled for the lowest CPU) and the per-ISA kernels. Plain structs and
-// pointers only: an ISA unit must not emit inline functions of shared headers, or the linker could pick its copy.
+// Contract between the planner (attention.cc, compiled for the lowest CPU) and the per-ISA kernels.
+// Plain structs and pointers only: an ISA unit must not emit inline functions of shared headers, or
+// the linker could pick its copy.
 #pragma once
 
 #include <cstddef>
@@ -18,16 +19,18 @@ inline constexpr uint32_t kMaxBlock = 8;
 /// Row lengths in scratch are multiples of this, so that whole vectors of any ISA can be stored.
 inline constexpr uint32_t kPad = 16;
 
-/// Pairs that a row of rotation coefficients has room for: 256, and a vector more; not a power of two, for the L1's sets.
+/// Pairs that a row of rotation coefficients has room for: 256, and a vector more; not a power of
+/// two, for the L1's sets.
 inline constexpr uint32_t kCoefStride = 256 + kPad;
 
 constexpr uint32_t PadLanes(uint32_t n) { return (n + kPad - 1) / kPad * kPad; }
 
 /// RopeTable without its class. Null `coarse`: keys are not rotated.
 struct RopeView {
-  const float* coarse;     ///< [block][2][stride], magnitude included
-  const float* fine;       ///< [64][2][stride]
-  const float* step;       ///< [n_pairs / channels per vector][2 (cos, sin)][lanes], for the kernel's lane order
+  const float* coarse;  ///< [block][2][stride], magnitude included
+  const float* fine;    ///< [64][2][stride]
+  const float*
+      step;  ///< [n_pairs / channels per vector][2 (cos, sin)][lanes], for the kernel's lane order
   const float* step_zero;  ///< the same for a step of 0
   uint32_t stride;
   uint32_t n_pairs;
@@ -35,15 +38,15 @@ struct RopeView {
   bool halves;
 };
 
-/// Everything that is common to the query vectors of one kv head of one group. A query vector is (row, query head of
-/// the kv head); vector v is row v / n_gqa, head first_head + v % n_gqa.
+/// Everything that is common to the query vectors of one kv head of one group. A query vector is
+/// (row, query head of the kv head); vector v is row v / n_gqa, head first_head + v % n_gqa.
 struct HeadArgs {
   uint32_t head_dim, head_dim_v;
-  uint32_t dv_pad;         ///< head_dim_v rounded up to kPad: length of an output row in scratch
-  uint32_t window;         ///< W
-  uint32_t tile_windows;   ///< kTile / W
+  uint32_t dv_pad;        ///< head_dim_v rounded up to kPad: length of an output row in scratch
+  uint32_t window;        ///< W
+  uint32_t tile_windows;  ///< kTile / W
   Elem elem_k, elem_v;
-  size_t head_offset[3];   ///< of this kv head's block from WindowRef::data, per format
+  size_t head_offset[3];  ///< of this kv head's block from WindowRef::data, per format
   float scale, softcap;
   RopeView rope;
   uint32_t n_gqa, first_head;
@@ -73,17 +76,20 @@ struct BlockState {
 
 /// Memory of one thread. Sizes in LayoutScratch (attention.cc).
 struct Scratch {
-  float* q;         ///< [n_vec][head_dim] scaled queries
-  float* q_lanes;   ///< decode: [n_vec][head_dim * S] each channel repeated S times, for full windows
-  float* q_plain;   ///< decode, packed windows: [n_vec * head_dim], orders in attention_packed-inl.h
-  float* q_pairs;   ///< the same for rotated channels
-  float* scores;    ///< [n_vec][kTile]
-  float* k_tile;    ///< prompt: [head_dim][kTile] f32 keys; decode: [head_dim][max(W, 8)] of one window
-  float* v_tile;    ///< prompt: panels of [kTile][64] f32 values
-  float* coef;      ///< packed keys: grids and rotation coefficients
-  float* tile_max;  ///< [n_vec][tiles of the chunk] running maximum that a tile's masses were taken at
-  uint64_t* bits;   ///< [n_vec] visible tokens of the tile
-  uint32_t* rows;   ///< [n_vec] row of the group
+  float* q;  ///< [n_vec][head_dim] scaled queries
+  float*
+      q_lanes;  ///< decode: [n_vec][head_dim * S] each channel repeated S times, for full windows
+  float* q_plain;  ///< decode, packed windows: [n_vec * head_dim], orders in attention_packed-inl.h
+  float* q_pairs;  ///< the same for rotated channels
+  float* scores;   ///< [n_vec][kTile]
+  float*
+      k_tile;  ///< prompt: [head_dim][kTile] f32 keys; decode: [head_dim][max(W, 8)] of one window
+  float* v_tile;  ///< prompt: panels of [kTile][64] f32 values
+  float* coef;    ///< packed keys: grids and rotation coefficients
+  float*
+      tile_max;  ///< [n_vec][tiles of the chunk] running maximum that a tile's masses were taken at
+  uint64_t* bits;  ///< [n_vec] visible tokens of the tile
+  uint32_t* rows;  ///< [n_vec] row of the group
 };
 
 struct BlockArgs {
@@ -122,7 +128,8 @@ extern const KernelTable kAvx512Table;
 extern const KernelTable kNeonTable;
 #endif
 
-/// Kernels of the active ISA, and the channels per vector of its packed key order (SimdX::kChannels).
+/// Kernels of the active ISA, and the channels per vector of its packed key order
+/// (SimdX::kChannels).
 const KernelTable& ActiveTable();
 uint32_t ActiveKeyChannels();
 

@@ -1,5 +1,5 @@
-// Scores of a few query vectors against full-precision keys that are read in place, tokens in lanes.
-// Included by attention_<isa>.cc.
+// Scores of a few query vectors against full-precision keys that are read in place, tokens in
+// lanes. Included by attention_<isa>.cc.
 #pragma once
 
 #include <cstdint>
@@ -17,14 +17,22 @@ struct Int {
 template <class F>
 void WithBlock(uint32_t n, F&& f) {
   switch (n) {
-    case 1: return f(Int<1>{});
-    case 2: return f(Int<2>{});
-    case 3: return f(Int<3>{});
-    case 4: return f(Int<4>{});
-    case 5: return f(Int<5>{});
-    case 6: return f(Int<6>{});
-    case 7: return f(Int<7>{});
-    default: return f(Int<8>{});
+    case 1:
+      return f(Int<1>{});
+    case 2:
+      return f(Int<2>{});
+    case 3:
+      return f(Int<3>{});
+    case 4:
+      return f(Int<4>{});
+    case 5:
+      return f(Int<5>{});
+    case 6:
+      return f(Int<6>{});
+    case 7:
+      return f(Int<7>{});
+    default:
+      return f(Int<8>{});
   }
 }
 
@@ -52,8 +60,9 @@ struct F32 {
   }
 };
 
-/// Memory that is fetched to the L2 while something else is scored, a line per loop iteration. Windows are scattered, which
-/// defeats the hardware's prefetchers, and prefetches that come in bursts are dropped.
+/// Memory that is fetched to the L2 while something else is scored, a line per loop iteration.
+/// Windows are scattered, which defeats the hardware's prefetchers, and prefetches that come in
+/// bursts are dropped.
 struct Ahead {
   const uint8_t* data;
   uint32_t half;  ///< bytes of its first half: two lines are fetched at a time
@@ -74,10 +83,11 @@ struct KeyBlock {
   Ahead ahead;
 };
 
-/// Scores of kM query vectors against kN sub-blocks of 8 tokens; the expanded query loads are shared by the sub-blocks.
-/// q: [kM][q_stride], each channel 8 times.
+/// Scores of kM query vectors against kN sub-blocks of 8 tokens; the expanded query loads are
+/// shared by the sub-blocks. q: [kM][q_stride], each channel 8 times.
 template <class S, class E, int kM, int kN>
-void ScoreBlocks8(const KeyBlock<typename E::T>* blocks, const float* q, size_t q_stride, uint32_t head_dim, float* scores) {
+void ScoreBlocks8(const KeyBlock<typename E::T>* blocks, const float* q, size_t q_stride,
+                  uint32_t head_dim, float* scores) {
   using V = typename S::V;
   V acc[kN][kM];
   for (int n = 0; n < kN; ++n) {
@@ -107,8 +117,8 @@ void ScoreBlocks8(const KeyBlock<typename E::T>* blocks, const float* q, size_t 
 
 /// The same for sub-blocks of 1, 2 or 4 tokens: more channels per vector.
 template <class S, class E, int kM>
-void ScoreBlockSmall(const KeyBlock<typename E::T>& block, const float* q, size_t q_stride, uint32_t head_dim,
-                     uint32_t tokens, float* scores) {
+void ScoreBlockSmall(const KeyBlock<typename E::T>& block, const float* q, size_t q_stride,
+                     uint32_t head_dim, uint32_t tokens, float* scores) {
   using V = typename S::V;
   V acc[kM];
   for (int m = 0; m < kM; ++m) acc[m] = S::Zero();
@@ -136,16 +146,18 @@ constexpr int KeyBatch() {
 }
 
 template <class S, class E, int kM>
-void ScoreFullBlocks(const KeyBlock<typename E::T>* blocks, uint32_t n_blocks, const float* q, size_t q_stride,
-                     uint32_t head_dim, uint32_t tokens, float* scores) {
+void ScoreFullBlocks(const KeyBlock<typename E::T>* blocks, uint32_t n_blocks, const float* q,
+                     size_t q_stride, uint32_t head_dim, uint32_t tokens, float* scores) {
   constexpr int kN = KeyBatch<S, kM>();
   uint32_t i = 0;
   if (tokens == 8) {
-    for (; i + kN <= n_blocks; i += kN) ScoreBlocks8<S, E, kM, kN>(blocks + i, q, q_stride, head_dim, scores);
+    for (; i + kN <= n_blocks; i += kN)
+      ScoreBlocks8<S, E, kM, kN>(blocks + i, q, q_stride, head_dim, scores);
     for (; i < n_blocks; ++i) ScoreBlocks8<S, E, kM, 1>(blocks + i, q, q_stride, head_dim, scores);
     return;
   }
-  for (; i < n_blocks; ++i) ScoreBlockSmall<S, E, kM>(blocks[i], q, q_stride, head_dim, tokens, scores);
+  for (; i < n_blocks; ++i)
+    ScoreBlockSmall<S, E, kM>(blocks[i], q, q_stride, head_dim, tokens, scores);
 }
 
 }  // namespace qevict::kernels::internal

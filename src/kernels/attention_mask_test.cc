@@ -1,4 +1,5 @@
-// What holds beyond equality with the reference: masks, NaN in unseen memory, masses, sinks, splitting, memory.
+// What holds beyond equality with the reference: masks, NaN in unseen memory, masses, sinks,
+// splitting, memory.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -68,9 +69,11 @@ TEST_P(AttentionMaskTest, MassesAndSinksSumToOne) {
       const ReferenceResult want = AttendReference(problem.group());
       for (uint32_t kv_head = 0; kv_head < p.n_kv_heads; ++kv_head) {
         double sum = 0.0;
-        for (uint32_t i = 0; i < p.n_windows; ++i) sum += problem.mass()[kv_head * problem.group().mass_head_stride + i];
+        for (uint32_t i = 0; i < p.n_windows; ++i)
+          sum += problem.mass()[kv_head * problem.group().mass_head_stride + i];
         for (uint32_t r = p.mass_first_row; r < rows; ++r) {
-          for (uint32_t g = 0; g < p.n_gqa; ++g) sum += want.sink[r * p.n_kv_heads * p.n_gqa + kv_head * p.n_gqa + g];
+          for (uint32_t g = 0; g < p.n_gqa; ++g)
+            sum += want.sink[r * p.n_kv_heads * p.n_gqa + kv_head * p.n_gqa + g];
         }
         const double n = (rows - p.mass_first_row) * p.n_gqa;
         EXPECT_NEAR(sum, n, n * 1e-5);
@@ -99,7 +102,8 @@ TEST_P(AttentionMaskTest, NanOfATokenReachesOnlyRowsThatSeeIt) {
     p.mass = false;
     Problem problem(p);
     const ReferenceResult want = AttendReference(problem.group());
-    const size_t value_row = size_t{p.window} * p.head_dim * 2 + 6 * p.head_dim_v * 2;  // token 6 of the last window
+    const size_t value_row =
+        size_t{p.window} * p.head_dim * 2 + 6 * p.head_dim_v * 2;  // token 6 of the last window
     std::memset(problem.blocks().back().data() + value_row, 0xFF, p.head_dim_v * 2);
     problem.Run(*pool_, workspace_);
     const AttentionGroup& g = problem.group();
@@ -179,7 +183,8 @@ TEST_P(AttentionMaskTest, GroupsOfDifferentSizesInOneCall) {
     groups.push_back(problems.back()->group());
   }
   ASSERT_TRUE(Attend(groups, *pool_, workspace_));
-  for (const auto& problem : problems) EXPECT_EQ(problem->Compare(), "") << problem->params().Name();
+  for (const auto& problem : problems)
+    EXPECT_EQ(problem->Compare(), "") << problem->params().Name();
 }
 
 TEST_P(AttentionMaskTest, NoGroupsIsNoWork) { EXPECT_TRUE(Attend({}, *pool_, workspace_)); }
@@ -200,13 +205,15 @@ TEST_P(AttentionMaskTest, LogitsOfMinusInfinityAreLikeMasks) {
   Problem problem(p);
   AttentionGroup group = problem.group();
   std::vector<float> bias(p.n_rows * group.bias_stride, -std::numeric_limits<float>::infinity());
-  for (uint32_t t = 0; t < p.window; ++t) bias[group.bias_stride + 11 * p.window + t] = 0.0f;  // row 1 sees the last window
+  for (uint32_t t = 0; t < p.window; ++t)
+    bias[group.bias_stride + 11 * p.window + t] = 0.0f;  // row 1 sees the last window
   group.bias = bias.data();
   Attend({&group, 1}, *pool_, workspace_);
   const ReferenceResult want = AttendReference(group);
   for (uint32_t r = 0; r < p.n_rows; ++r) {
     for (uint32_t c = 0; c < p.head_dim_v; ++c) {
-      ASSERT_NEAR(problem.out()[r * group.out_row_stride + c], want.out[size_t{r} * 14 * p.head_dim_v + c], 1e-5);
+      ASSERT_NEAR(problem.out()[r * group.out_row_stride + c],
+                  want.out[size_t{r} * 14 * p.head_dim_v + c], 1e-5);
     }
   }
 }

@@ -1,4 +1,5 @@
-// The functions that the kernels approximate, in their portable instance, and the choice of the instruction set.
+// The functions that the kernels approximate, in their portable instance, and the choice of the
+// instruction set.
 #include <gtest/gtest.h>
 
 #include <algorithm>

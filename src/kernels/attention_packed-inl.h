@@ -1,5 +1,6 @@
-// Packed keys: decoded and rotated in registers, no copy in memory. Windows of 8 tokens are scored directly; others, and
-// the prompt form, take the decoded keys from an L1-sized f32 tile. Included by attention_<isa>.cc.
+// Packed keys: decoded and rotated in registers, no copy in memory. Windows of 8 tokens are scored
+// directly; others, and the prompt form, take the decoded keys from an L1-sized f32 tile. Included
+// by attention_<isa>.cc.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +23,8 @@ static inline PackedBlock LocatePacked(const HeadArgs& h, const WindowRef& w) {
   PackedBlock b;
   b.k_codes = w.data + h.head_offset[static_cast<int>(w.format)];
   b.k_row = static_cast<size_t>(h.window) * bits / 8;
-  b.k_scale = reinterpret_cast<const uint16_t*>(b.k_codes + static_cast<size_t>(h.head_dim) * h.window * bits / 8);
+  b.k_scale = reinterpret_cast<const uint16_t*>(b.k_codes + static_cast<size_t>(h.head_dim) *
+                                                                h.window * bits / 8);
   b.v_codes = reinterpret_cast<const uint8_t*>(b.k_scale + 2 * static_cast<size_t>(h.head_dim));
   b.v_row = static_cast<size_t>(h.head_dim_v) * bits / 8;
   b.v_scale = reinterpret_cast<const uint16_t*>(b.v_codes + h.window * b.v_row);
@@ -42,10 +44,11 @@ static inline bool Rotates(const HeadArgs& h, const WindowRef& w) {
   return h.rope.coarse != nullptr && (w.pos_stride != 0 || w.pos0 != 0);
 }
 
-/// Coefficients of a sub-block of 8 packed keys: with codes a, b of a pair's two channels, the key rotated to `pos` is
-/// (x0 + x1 a + x2 b, y0 + y1 a + y2 b). Six arrays of kCoefStride floats.
+/// Coefficients of a sub-block of 8 packed keys: with codes a, b of a pair's two channels, the key
+/// rotated to `pos` is (x0 + x1 a + x2 b, y0 + y1 a + y2 b). Six arrays of kCoefStride floats.
 template <class S>
-void RotationCoefficients(const RopeView& rope, int32_t pos, const float* scale, const float* zero, float* coef) {
+void RotationCoefficients(const RopeView& rope, int32_t pos, const float* scale, const float* zero,
+                          float* coef) {
   constexpr uint32_t stride = kCoefStride;
   using V = typename S::V;
   const uint32_t p = pos < 0 ? 0u - static_cast<uint32_t>(pos) : static_cast<uint32_t>(pos);
@@ -82,12 +85,13 @@ struct PackedKeys {
   uint32_t shift;        ///< of the sub-block's first token in the word
   const float* scale;    ///< [D] f32
   const float* zero;
-  const float* coef;     ///< RotationCoefficients, if rotated
-  const float* step;     ///< rotation by the tokens' offsets
-  Ahead ahead;           ///< fetched while rotated channels are decoded
+  const float* coef;  ///< RotationCoefficients, if rotated
+  const float* step;  ///< rotation by the tokens' offsets
+  Ahead ahead;        ///< fetched while rotated channels are decoded
 };
 
-/// Decodes channels [begin, end) without rotation and calls use(channel, values of kChannels channels, pairs order).
+/// Decodes channels [begin, end) without rotation and calls use(channel, values of kChannels
+/// channels, pairs order).
 template <class S, int kBits, class Use>
 inline void DecodePlain(const PackedKeys& k, uint32_t begin, uint32_t end, Use&& use) {
   const auto shift = S::KeyShift(kBits, k.shift);
@@ -98,20 +102,24 @@ inline void DecodePlain(const PackedKeys& k, uint32_t begin, uint32_t end, Use&&
   }
 }
 
-/// Decodes and rotates the rotary channels; calls use(pair, first channels' values, second channels' values).
+/// Decodes and rotates the rotary channels; calls use(pair, first channels' values, second
+/// channels' values).
 template <class S, int kBits, bool kHalves, class Use>
 inline void DecodeRotated(const PackedKeys& k, const RopeView& rope, Use&& use) {
   using V = typename S::V;
   const auto shift = S::KeyShift(kBits, k.shift);
-  const size_t to_second = (kHalves ? rope.n_pairs : 1) * k.row, to_next = (kHalves ? 1 : 2) * k.row;
+  const size_t to_second = (kHalves ? rope.n_pairs : 1) * k.row,
+               to_next = (kHalves ? 1 : 2) * k.row;
   const uint8_t* p = k.codes + rope.offset * k.row;
   const float* coef = k.coef;
   Ahead ahead = k.ahead;
   constexpr uint32_t stride = kCoefStride;
-  for (uint32_t j = 0; j < rope.n_pairs; j += S::kChannels, p += S::kChannels * to_next, coef += S::kChannels) {
+  for (uint32_t j = 0; j < rope.n_pairs;
+       j += S::kChannels, p += S::kChannels * to_next, coef += S::kChannels) {
     ahead.Fetch();
     const V a = S::template Codes<kBits>(S::KeyWords(p, p + to_next), shift);
-    const V b = S::template Codes<kBits>(S::KeyWords(p + to_second, p + to_second + to_next), shift);
+    const V b =
+        S::template Codes<kBits>(S::KeyWords(p + to_second, p + to_second + to_next), shift);
     V x = S::Fma(a, S::Channels(coef + stride), S::Channels(coef));
     V y = S::Fma(a, S::Channels(coef + 4 * stride), S::Channels(coef + 3 * stride));
     x = S::Fma(b, S::Channels(coef + 2 * stride), x);
@@ -123,9 +131,11 @@ inline void DecodeRotated(const PackedKeys& k, const RopeView& rope, Use&& use) 
 }
 
 /// Decodes a window of 8 packed keys and multiplies it with kM query vectors.
-/// q_plain: [channel / C][kM][C], q_pairs: [pair / C][kM][2][C] with C = S::kChannels, so that one pointer walks each.
+/// q_plain: [channel / C][kM][C], q_pairs: [pair / C][kM][2][C] with C = S::kChannels, so that one
+/// pointer walks each.
 template <class S, int kBits, bool kHalves, int kM>
-void ScoreRotated(const PackedKeys& k, const RopeView& rope, const float* q_pairs, typename S::V (&acc)[kM]) {
+void ScoreRotated(const PackedKeys& k, const RopeView& rope, const float* q_pairs,
+                  typename S::V (&acc)[kM]) {
   using V = typename S::V;
   constexpr uint32_t kC = S::kChannels, kRow = kBits;  // 8 codes of kBits are kBits bytes
   const typename S::template PairCodes<kBits, kHalves> codes;
@@ -146,7 +156,8 @@ void ScoreRotated(const PackedKeys& k, const RopeView& rope, const float* q_pair
 #pragma GCC unroll 8
     for (int m = 0; m < kM; ++m) acc[m] = S::Fma(first, S::Channels(q_pairs + 2 * kC * m), acc[m]);
 #pragma GCC unroll 8
-    for (int m = 0; m < kM; ++m) acc[m] = S::Fma(second, S::Channels(q_pairs + 2 * kC * m + kC), acc[m]);
+    for (int m = 0; m < kM; ++m)
+      acc[m] = S::Fma(second, S::Channels(q_pairs + 2 * kC * m + kC), acc[m]);
     p += kC * kRow * (kHalves ? 1 : 2);
     coef += kC;
     step += 2 * S::kLanes;
@@ -156,21 +167,23 @@ void ScoreRotated(const PackedKeys& k, const RopeView& rope, const float* q_pair
 
 /// Channels [begin, end), not rotated.
 template <class S, int kBits, int kM>
-void ScorePlain(const PackedKeys& k, uint32_t begin, uint32_t end, const float* q_plain, typename S::V (&acc)[kM]) {
+void ScorePlain(const PackedKeys& k, uint32_t begin, uint32_t end, const float* q_plain,
+                typename S::V (&acc)[kM]) {
   using V = typename S::V;
   constexpr uint32_t kC = S::kChannels;
   const typename S::template PairCodes<kBits, true> codes;
   q_plain += begin * kM;
   for (uint32_t c = begin; c < end; c += kC, q_plain += kC * kM) {
-    const V x = S::Fma(codes.LoadOne(k.codes + c * kBits), S::Channels(k.scale + c), S::Channels(k.zero + c));
+    const V x = S::Fma(codes.LoadOne(k.codes + c * kBits), S::Channels(k.scale + c),
+                       S::Channels(k.zero + c));
 #pragma GCC unroll 8
     for (int m = 0; m < kM; ++m) acc[m] = S::Fma(x, S::Channels(q_plain + kC * m), acc[m]);
   }
 }
 
 template <class S, int kBits, int kM>
-void ScorePacked(const PackedKeys& k, const HeadArgs& h, bool rotate, const float* q_plain, const float* q_pairs,
-                 float* scores) {
+void ScorePacked(const PackedKeys& k, const HeadArgs& h, bool rotate, const float* q_plain,
+                 const float* q_pairs, float* scores) {
   typename S::V acc[kM];
   for (int m = 0; m < kM; ++m) acc[m] = S::Zero();
   uint32_t begin = 0;
@@ -187,7 +200,8 @@ void ScorePacked(const PackedKeys& k, const HeadArgs& h, bool rotate, const floa
   for (int m = 0; m < kM; ++m) S::FoldBlocks(S::PairsToBlocks(acc[m]), scores + m * kTile);
 }
 
-/// Decodes (and rotates) a sub-block of 8 packed keys into f32 columns: channel c, token t at dst[c * stride + t].
+/// Decodes (and rotates) a sub-block of 8 packed keys into f32 columns: channel c, token t at dst[c
+/// * stride + t].
 template <class S, int kBits>
 void StorePacked(const PackedKeys& k, const HeadArgs& h, bool rotate, float* dst, size_t stride) {
   using V = typename S::V;
@@ -219,12 +233,14 @@ bool PackedInVectors(const HeadArgs& h, bool rotate) {
   return !rotate || (h.rope.n_pairs % S::kChannels == 0 && h.rope.offset % S::kChannels == 0);
 }
 
-/// Any shape, one number at a time: window -> f32, channel c, token t at dst[t / 8 * block_stride + c * stride + t % 8].
+/// Any shape, one number at a time: window -> f32, channel c, token t at dst[t / 8 * block_stride +
+/// c * stride + t % 8].
 template <class S>
-void DecodeKeysAnyShape(const HeadArgs& h, const WindowRef& w, float* coef, float* dst, size_t stride,
-                        size_t block_stride) {
+void DecodeKeysAnyShape(const HeadArgs& h, const WindowRef& w, float* coef, float* dst,
+                        size_t stride, size_t block_stride) {
   const PackedBlock b = LocatePacked(h, w);
-  const uint32_t bits = w.format == WindowFormat::kPacked2 ? 2 : 4, d = h.head_dim, sub = h.window < 8 ? h.window : 8;
+  const uint32_t bits = w.format == WindowFormat::kPacked2 ? 2 : 4, d = h.head_dim,
+                 sub = h.window < 8 ? h.window : 8;
   const uint32_t d_pad = PadLanes(d) + 2 * kPad;
   float *scale = coef, *zero = coef + d_pad, *rotation = coef + 2 * d_pad;
   WidenF16<S>(b.k_scale, d, scale);
@@ -239,10 +255,11 @@ void DecodeKeysAnyShape(const HeadArgs& h, const WindowRef& w, float* coef, floa
     };
     for (uint32_t c = 0; c < d; ++c) column[c * stride] = code(c) * scale[c] + zero[c];
     if (!rotate) continue;
-    RotationCoefficients<S>(rope, w.pos0 + static_cast<int32_t>(t * w.pos_stride), scale + rope.offset,
-                            zero + rope.offset, rotation);
+    RotationCoefficients<S>(rope, w.pos0 + static_cast<int32_t>(t * w.pos_stride),
+                            scale + rope.offset, zero + rope.offset, rotation);
     for (uint32_t j = 0; j < rope.n_pairs; ++j) {
-      const uint32_t c0 = rope.offset + (rope.halves ? j : 2 * j), c1 = c0 + (rope.halves ? rope.n_pairs : 1);
+      const uint32_t c0 = rope.offset + (rope.halves ? j : 2 * j),
+                     c1 = c0 + (rope.halves ? rope.n_pairs : 1);
       const float x = code(c0), y = code(c1);
       const float* r = rotation + j;
       column[c0 * stride] = r[0] + r[kCoefStride] * x + r[2 * kCoefStride] * y;
@@ -253,9 +270,11 @@ void DecodeKeysAnyShape(const HeadArgs& h, const WindowRef& w, float* coef, floa
 
 /// Packed window of at least 8 tokens: its sub-blocks through f(sub-block index, keys).
 template <class S, class F>
-void ForPackedBlocks(const HeadArgs& h, const WindowRef& w, bool rotate, float* coef, const Ahead& ahead, F&& f) {
+void ForPackedBlocks(const HeadArgs& h, const WindowRef& w, bool rotate, float* coef,
+                     const Ahead& ahead, F&& f) {
   const PackedBlock b = LocatePacked(h, w);
-  const uint32_t bits = w.format == WindowFormat::kPacked2 ? 2 : 4, d = h.head_dim, d_pad = PadLanes(d) + 2 * kPad;
+  const uint32_t bits = w.format == WindowFormat::kPacked2 ? 2 : 4, d = h.head_dim,
+                 d_pad = PadLanes(d) + 2 * kPad;
   float *scale = coef, *zero = coef + d_pad, *rotation = coef + 2 * d_pad;
   WidenF16<S>(b.k_scale, d, scale);
   WidenF16<S>(b.k_scale + d, d, zero);
@@ -265,18 +284,26 @@ void ForPackedBlocks(const HeadArgs& h, const WindowRef& w, bool rotate, float* 
       RotationCoefficients<S>(h.rope, pos, scale + h.rope.offset, zero + h.rope.offset, rotation);
     }
     const uint32_t bit = 8 * s * bits;
-    f(s, PackedKeys{b.k_codes + bit / 32 * 4, b.k_row, bit % 32, scale, zero, rotation,
+    f(s, PackedKeys{b.k_codes + bit / 32 * 4,
+                    b.k_row,
+                    bit % 32,
+                    scale,
+                    zero,
+                    rotation,
                     w.pos_stride != 0 ? h.rope.step : h.rope.step_zero,
-                    {ahead.data + s * ahead.step * (h.rope.n_pairs / S::kChannels), ahead.half, ahead.step}});
+                    {ahead.data + s * ahead.step * (h.rope.n_pairs / S::kChannels), ahead.half,
+                     ahead.step}});
   }
 }
 
-/// Packed window of any shape to f32: channel c, token t at dst[t / 8 * block_stride + c * stride + t % 8].
+/// Packed window of any shape to f32: channel c, token t at dst[t / 8 * block_stride + c * stride +
+/// t % 8].
 template <class S>
-void DecodePackedKeys(const HeadArgs& h, const WindowRef& w, const Ahead& ahead, float* coef, float* dst, size_t stride,
-                      size_t block_stride) {
+void DecodePackedKeys(const HeadArgs& h, const WindowRef& w, const Ahead& ahead, float* coef,
+                      float* dst, size_t stride, size_t block_stride) {
   const bool rotate = Rotates(h, w);
-  if (!PackedInVectors<S>(h, rotate)) return DecodeKeysAnyShape<S>(h, w, coef, dst, stride, block_stride);
+  if (!PackedInVectors<S>(h, rotate))
+    return DecodeKeysAnyShape<S>(h, w, coef, dst, stride, block_stride);
   ForPackedBlocks<S>(h, w, rotate, coef, ahead, [&](uint32_t s, const PackedKeys& keys) {
     if (w.format == WindowFormat::kPacked2) {
       StorePacked<S, 2>(keys, h, rotate, dst + s * block_stride, stride);

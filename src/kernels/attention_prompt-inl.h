@@ -1,5 +1,6 @@
-// Prompt form: many query vectors against a tile of 64 tokens. Keys and values are converted or decoded once per tile into
-// an L1/L2-sized scratch, then two register-blocked matrix products. Included by attention_<isa>.cc.
+// Prompt form: many query vectors against a tile of 64 tokens. Keys and values are converted or
+// decoded once per tile into an L1/L2-sized scratch, then two register-blocked matrix products.
+// Included by attention_<isa>.cc.
 #pragma once
 
 #include <cstdint>
@@ -13,11 +14,13 @@ inline constexpr uint32_t kPanel = 64;
 
 /// c[kM][kN vectors] (+)= a[kM][k] * b[k][kN vectors].
 template <class S, int kM, int kN, bool kAdd>
-void GemmBlock(const float* a, size_t a_stride, const float* b, size_t b_stride, float* c, size_t c_stride, uint32_t k) {
+void GemmBlock(const float* a, size_t a_stride, const float* b, size_t b_stride, float* c,
+               size_t c_stride, uint32_t k) {
   using V = typename S::V;
   V acc[kM][kN];
   for (int m = 0; m < kM; ++m) {
-    for (int n = 0; n < kN; ++n) acc[m][n] = kAdd ? S::Load(c + m * c_stride + n * S::kLanes) : S::Zero();
+    for (int n = 0; n < kN; ++n)
+      acc[m][n] = kAdd ? S::Load(c + m * c_stride + n * S::kLanes) : S::Zero();
   }
   for (uint32_t i = 0; i < k; ++i, b += b_stride) {
     V x[kN];
@@ -36,18 +39,20 @@ void GemmBlock(const float* a, size_t a_stride, const float* b, size_t b_stride,
 }
 
 template <class S, int kN, bool kAdd>
-void GemmColumns(const float* a, size_t a_stride, const float* b, size_t b_stride, float* c, size_t c_stride, uint32_t m,
-                 uint32_t k) {
+void GemmColumns(const float* a, size_t a_stride, const float* b, size_t b_stride, float* c,
+                 size_t c_stride, uint32_t m, uint32_t k) {
   constexpr uint32_t kRows = 6;
   uint32_t i = 0;
   for (; i + kRows <= m; i += kRows) {
-    GemmBlock<S, kRows, kN, kAdd>(a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride, k);
+    GemmBlock<S, kRows, kN, kAdd>(a + i * a_stride, a_stride, b, b_stride, c + i * c_stride,
+                                  c_stride, k);
   }
   if (i < m) {
     WithBlock(m - i, [&](auto block) {
       constexpr int kM = decltype(block)::value;
       if constexpr (kM < static_cast<int>(kRows)) {
-        GemmBlock<S, kM, kN, kAdd>(a + i * a_stride, a_stride, b, b_stride, c + i * c_stride, c_stride, k);
+        GemmBlock<S, kM, kN, kAdd>(a + i * a_stride, a_stride, b, b_stride, c + i * c_stride,
+                                   c_stride, k);
       }
     });
   }
@@ -55,14 +60,15 @@ void GemmColumns(const float* a, size_t a_stride, const float* b, size_t b_strid
 
 /// c[m][n] (+)= a[m][k] * b[k][n]; n is a multiple of 16.
 template <class S, bool kAdd>
-void Gemm(const float* a, size_t a_stride, const float* b, size_t b_stride, float* c, size_t c_stride, uint32_t m, uint32_t n,
-          uint32_t k) {
+void Gemm(const float* a, size_t a_stride, const float* b, size_t b_stride, float* c,
+          size_t c_stride, uint32_t m, uint32_t n, uint32_t k) {
   constexpr uint32_t kN = S::kRegisters >= 32 ? 4 : 2;
   uint32_t j = 0;
   for (; j + kN * S::kLanes <= n; j += kN * S::kLanes) {
     GemmColumns<S, kN, kAdd>(a, a_stride, b + j, b_stride, c + j, c_stride, m, k);
   }
-  for (; j < n; j += S::kLanes) GemmColumns<S, 1, kAdd>(a, a_stride, b + j, b_stride, c + j, c_stride, m, k);
+  for (; j < n; j += S::kLanes)
+    GemmColumns<S, 1, kAdd>(a, a_stride, b + j, b_stride, c + j, c_stride, m, k);
 }
 
 /// Full window to columns of the key tile [D][kTile].
@@ -89,10 +95,12 @@ void WidenKeys(const HeadArgs& h, const uint16_t* keys, Ahead ahead, float* dst)
 
 /// Window to columns of the key tile.
 template <class S>
-void DecodeKeys(const HeadArgs& h, const WindowRef& w, const Ahead& ahead, float* coef, float* dst) {
+void DecodeKeys(const HeadArgs& h, const WindowRef& w, const Ahead& ahead, float* coef,
+                float* dst) {
   if (w.format == WindowFormat::kFull) {
     const uint16_t* keys = reinterpret_cast<const uint16_t*>(w.data + h.head_offset[0]);
-    return h.elem_k == Elem::kF16 ? WidenKeys<S, F16<S>>(h, keys, ahead, dst) : WidenKeys<S, BF16<S>>(h, keys, ahead, dst);
+    return h.elem_k == Elem::kF16 ? WidenKeys<S, F16<S>>(h, keys, ahead, dst)
+                                  : WidenKeys<S, BF16<S>>(h, keys, ahead, dst);
   }
   DecodePackedKeys<S>(h, w, ahead, coef, dst, kTile, 8);
 }
@@ -107,7 +115,8 @@ void WidenValues(const TokenList& list, uint32_t dv, uint32_t dv_pad, float* v_t
   for (uint32_t i = 0; i < list.n; ++i) {
     const typename Values::Token token(list, i);
     uint32_t j = 0;
-    for (; j + S::kLanes <= dv; j += S::kLanes) S::Store(ValueCell(v_tile, list.column[i], j), token.Load(j));
+    for (; j + S::kLanes <= dv; j += S::kLanes)
+      S::Store(ValueCell(v_tile, list.column[i], j), token.Load(j));
     if (j < dv) S::Store(ValueCell(v_tile, list.column[i], j), token.LoadHalf(j)), j += S::kLanes;
     for (; j < dv_pad; j += S::kLanes) S::Store(ValueCell(v_tile, list.column[i], j), S::Zero());
   }
@@ -116,9 +125,12 @@ void WidenValues(const TokenList& list, uint32_t dv, uint32_t dv_pad, float* v_t
 template <class S>
 void WidenListed(const HeadArgs& h, WindowFormat format, const TokenList& list, float* v_tile) {
   const uint32_t dv = h.head_dim_v, dv_pad = h.dv_pad;
-  if (format == WindowFormat::kPacked2) return WidenValues<S, PackedValues<S, 2>>(list, dv, dv_pad, v_tile);
-  if (format == WindowFormat::kPacked4) return WidenValues<S, PackedValues<S, 4>>(list, dv, dv_pad, v_tile);
-  if (h.elem_v == Elem::kF16) return WidenValues<S, FullValues<S, F16<S>>>(list, dv, dv_pad, v_tile);
+  if (format == WindowFormat::kPacked2)
+    return WidenValues<S, PackedValues<S, 2>>(list, dv, dv_pad, v_tile);
+  if (format == WindowFormat::kPacked4)
+    return WidenValues<S, PackedValues<S, 4>>(list, dv, dv_pad, v_tile);
+  if (h.elem_v == Elem::kF16)
+    return WidenValues<S, FullValues<S, F16<S>>>(list, dv, dv_pad, v_tile);
   return WidenValues<S, FullValues<S, BF16<S>>>(list, dv, dv_pad, v_tile);
 }
 
@@ -143,9 +155,11 @@ bool AllFinite(const float* v_tile, uint32_t dv_pad) {
   return S::Sum(sum) == 0.0f;
 }
 
-/// o [n_vec][dv_pad] += p [n_vec][kTile] * value tile, with each vector's own tokens only: for values that are not finite.
+/// o [n_vec][dv_pad] += p [n_vec][kTile] * value tile, with each vector's own tokens only: for
+/// values that are not finite.
 template <class S>
-void AddVisibleOnly(const float* p, const uint64_t* bits, uint32_t n_vec, uint32_t dv_pad, float* v_tile, float* o) {
+void AddVisibleOnly(const float* p, const uint64_t* bits, uint32_t n_vec, uint32_t dv_pad,
+                    float* v_tile, float* o) {
   for (uint32_t m = 0; m < n_vec; ++m) {
     for (uint64_t rest = bits[m]; rest != 0; rest &= rest - 1) {
       const uint32_t t = static_cast<uint32_t>(__builtin_ctzll(rest));

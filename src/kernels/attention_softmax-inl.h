@@ -1,4 +1,5 @@
-// Online softmax of one query vector over one tile: logits -> exponentials, in place. Included by attention_<isa>.cc.
+// Online softmax of one query vector over one tile: logits -> exponentials, in place. Included by
+// attention_<isa>.cc.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +10,8 @@ namespace qevict::kernels::internal {
 
 inline constexpr float kMinusInf = -__builtin_inff();
 
-/// e^x for x <= 88; relative error below 2e-7, 0 below -87.33 (the result would be subnormal) and for -inf; NaN stays.
+/// e^x for x <= 88; relative error below 2e-7, 0 below -87.33 (the result would be subnormal) and
+/// for -inf; NaN stays.
 template <class S>
 typename S::V Exp(typename S::V x) {
   using V = typename S::V;
@@ -46,7 +48,8 @@ typename S::V Tanh(typename S::V x) {
   p = S::Fma(p, a2, S::Set1(-1.0f / 3.0f));
   const V small = S::Fma(S::Mul(a, a2), p, a);
   const V twice = S::IfLess(S::Set1(20.0f), a, S::Set1(40.0f), S::Add(a, a));
-  const V large = S::Sub(S::Set1(1.0f), S::Div(S::Set1(2.0f), S::Add(Exp<S>(twice), S::Set1(1.0f))));
+  const V large =
+      S::Sub(S::Set1(1.0f), S::Div(S::Set1(2.0f), S::Add(Exp<S>(twice), S::Set1(1.0f))));
   return S::CopySign(S::IfLess(a, S::Set1(0.25f), small, large), x);
 }
 
@@ -59,13 +62,15 @@ struct LogitArgs {
 
 template <class S>
 typename S::V AdjustLogit(const LogitArgs& a, uint32_t i, typename S::V s) {
-  if (a.softcap > 0.0f) s = S::Mul(S::Set1(a.softcap), Tanh<S>(S::Mul(s, S::Set1(1.0f / a.softcap))));
+  if (a.softcap > 0.0f)
+    s = S::Mul(S::Set1(a.softcap), Tanh<S>(S::Mul(s, S::Set1(1.0f / a.softcap))));
   if (a.bias != nullptr) s = S::Fma(S::Load(a.bias + i), S::Set1(a.slope), s);
   return s;
 }
 
-/// scores [kTile]: logits in, exponentials relative to the new m out (0 where `bits` is clear). Updates m and l.
-/// Returns the factor that the vector's accumulated output must be multiplied with (1: nothing to do).
+/// scores [kTile]: logits in, exponentials relative to the new m out (0 where `bits` is clear).
+/// Updates m and l. Returns the factor that the vector's accumulated output must be multiplied with
+/// (1: nothing to do).
 template <class S>
 float SoftmaxTile(float* scores, uint64_t bits, const LogitArgs& args, float& m, float& l) {
   using V = typename S::V;

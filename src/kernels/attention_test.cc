@@ -33,7 +33,8 @@ class AttentionTest : public testing::TestWithParam<Isa> {
 INSTANTIATE_TEST_SUITE_P(AllIsas, AttentionTest, testing::ValuesIn(AllIsas()),
                          [](const auto& isa) { return std::string(IsaName(isa.param)); });
 
-constexpr Formats kFormats[] = {Formats::kFull, Formats::kPacked2, Formats::kPacked4, Formats::kMixed};
+constexpr Formats kFormats[] = {Formats::kFull, Formats::kPacked2, Formats::kPacked4,
+                                Formats::kMixed};
 
 TEST_P(AttentionTest, MatchesReferenceForAllFormatsAndWindowLengths) {
   for (Formats formats : kFormats) {
@@ -98,7 +99,8 @@ TEST_P(AttentionTest, MatchesReferenceForAllGroupSizesAndRows) {
 }
 
 TEST_P(AttentionTest, MatchesReferenceForWindowCountsAroundTiles) {
-  for (uint32_t n : {0u, 1u, 2u, 7u, 8u, 9u, 15u, 16u, 17u, 31u, 64u, 65u, 127u, 128u, 129u, 300u}) {
+  for (uint32_t n :
+       {0u, 1u, 2u, 7u, 8u, 9u, 15u, 16u, 17u, 31u, 64u, 65u, 127u, 128u, 129u, 300u}) {
     for (Formats formats : kFormats) {
       for (uint32_t rows : {1u, 6u}) {
         ProblemParams p;
@@ -134,7 +136,8 @@ TEST_P(AttentionTest, MatchesReferenceForBrainFloat) {
 }
 
 TEST_P(AttentionTest, MatchesReferenceForAllRotations) {
-  for (RopePairing pairing : {RopePairing::kNone, RopePairing::kHalves, RopePairing::kInterleaved}) {
+  for (RopePairing pairing :
+       {RopePairing::kNone, RopePairing::kHalves, RopePairing::kInterleaved}) {
     for (uint32_t dims : {80u, 32u, 20u, 18u}) {  // 18: an odd number of pairs
       for (uint32_t offset : {0u, 8u, 10u, 3u}) {
         if (offset + dims > 88) continue;
@@ -235,7 +238,8 @@ TEST_P(AttentionTest, MatchesReferenceForRandomProblems) {
   int done = 0;
   for (uint64_t seed = 1; done < 150; ++seed) {
     const ProblemParams p = RandomParams(seed);
-    const double work = double(p.n_kv_heads) * p.n_gqa * p.n_rows * p.n_windows * p.window * (p.head_dim + p.head_dim_v);
+    const double work = double(p.n_kv_heads) * p.n_gqa * p.n_rows * p.n_windows * p.window *
+                        (p.head_dim + p.head_dim_v);
     if (work > 3e6) continue;
     Check(p);
     if (HasFatalFailure()) return;

@@ -13,7 +13,9 @@ namespace {
 
 constexpr double kEpsilon = 0x1p-24;
 
-void Write16(std::vector<uint8_t>& block, size_t offset, uint16_t value) { std::memcpy(&block[offset], &value, 2); }
+void Write16(std::vector<uint8_t>& block, size_t offset, uint16_t value) {
+  std::memcpy(&block[offset], &value, 2);
+}
 
 }  // namespace
 
@@ -27,12 +29,13 @@ std::vector<Isa> AllIsas() {
 
 std::string ProblemParams::Name() const {
   std::ostringstream s;
-  s << "heads " << n_kv_heads << "x" << n_gqa << " D " << head_dim << "/" << head_dim_v << " W " << window << " rows " << n_rows
-    << " windows " << n_windows << " elem " << int(elem_k) << int(elem_v) << " formats " << int(formats) << " mask "
-    << int(mask) << " rope " << use_rope << " pairing " << int(rope.pairing) << " dims " << rope.n_dims << "+" << rope.offset
-    << " pos " << first_pos << " shared " << shared_positions << " softcap " << softcap << " bias " << bias << " slopes "
-    << slopes << " sinks " << sinks << " blind " << blind_row << " first " << mass_first_row << " gap " << head_gap
-    << " seed " << seed;
+  s << "heads " << n_kv_heads << "x" << n_gqa << " D " << head_dim << "/" << head_dim_v << " W "
+    << window << " rows " << n_rows << " windows " << n_windows << " elem " << int(elem_k)
+    << int(elem_v) << " formats " << int(formats) << " mask " << int(mask) << " rope " << use_rope
+    << " pairing " << int(rope.pairing) << " dims " << rope.n_dims << "+" << rope.offset << " pos "
+    << first_pos << " shared " << shared_positions << " softcap " << softcap << " bias " << bias
+    << " slopes " << slopes << " sinks " << sinks << " blind " << blind_row << " first "
+    << mass_first_row << " gap " << head_gap << " seed " << seed;
   return s.str();
 }
 
@@ -86,7 +89,8 @@ Problem::Problem(const ProblemParams& params) : params_(params), rng_(params.see
     group_.bias_stride = size_t{p.n_windows} * p.window;
     bias_.resize(p.n_rows * group_.bias_stride);
     for (float& x : bias_) x = Normal();
-    for (size_t i = 0; i < bias_.size(); i += 13) bias_[i] = -std::numeric_limits<float>::infinity();
+    for (size_t i = 0; i < bias_.size(); i += 13)
+      bias_[i] = -std::numeric_limits<float>::infinity();
     group_.bias = bias_.data();
   }
   group_.mass_head_stride = p.n_windows + 2;
@@ -97,14 +101,16 @@ Problem::Problem(const ProblemParams& params) : params_(params), rng_(params.see
 void Problem::MakeMask() {
   const ProblemParams& p = params_;
   visible_.assign(size_t{p.n_rows} * (p.n_windows + 1), 0xFFFFFFFFu);
-  const uint32_t all = p.window == 32 ? ~0u : (1u << p.window) - 1, n_tokens = p.n_windows * p.window;
+  const uint32_t all = p.window == 32 ? ~0u : (1u << p.window) - 1,
+                 n_tokens = p.n_windows * p.window;
   for (uint32_t r = 0; r < p.n_rows; ++r) {
     for (uint32_t i = 0; i < p.n_windows; ++i) {
       uint32_t& bits = visible_[size_t{r} * (p.n_windows + 1) + i];
       bits = all;
       if (p.mask == Mask::kPartialLast && i + 1 == p.n_windows) bits &= all >> (p.window / 2);
       if (p.mask == Mask::kCausal) {
-        const int64_t seen = int64_t{n_tokens} - (p.n_rows - 1) + r - int64_t{i} * p.window;  // tokens of this window
+        const int64_t seen = int64_t{n_tokens} - (p.n_rows - 1) + r -
+                             int64_t{i} * p.window;  // tokens of this window
         if (seen <= 0) bits = 0;
         if (seen > 0 && seen < p.window) bits &= (1u << seen) - 1;
       }
@@ -115,14 +121,16 @@ void Problem::MakeMask() {
         if (i >= 8 && i < 20) bits = 0;  // whole tiles
       }
       if (p.blind_row && r == p.n_rows / 2) bits = 0;
-      bits |= p.mask == Mask::kAll && p.window < 32 ? ~all : 0u;  // bits beyond the window mean nothing
+      bits |=
+          p.mask == Mask::kAll && p.window < 32 ? ~all : 0u;  // bits beyond the window mean nothing
     }
   }
 }
 
 uint32_t Problem::SeenBits(size_t window) const {
   uint32_t bits = 0;
-  for (uint32_t r = 0; r < params_.n_rows; ++r) bits |= visible_[size_t{r} * (params_.n_windows + 1) + window];
+  for (uint32_t r = 0; r < params_.n_rows; ++r)
+    bits |= visible_[size_t{r} * (params_.n_windows + 1) + window];
   return bits;
 }
 
@@ -136,8 +144,10 @@ void Problem::MakeWindows() {
       w.pos_stride = 0;
       if (i % 4 == 1) w.pos0 = 0;
     }
-    const WindowFormat mixed[] = {WindowFormat::kFull, WindowFormat::kPacked2, WindowFormat::kPacked4};
-    w.format = p.formats == Formats::kMixed ? mixed[rng_() % 3] : mixed[static_cast<int>(p.formats)];
+    const WindowFormat mixed[] = {WindowFormat::kFull, WindowFormat::kPacked2,
+                                  WindowFormat::kPacked4};
+    w.format =
+        p.formats == Formats::kMixed ? mixed[rng_() % 3] : mixed[static_cast<int>(p.formats)];
     const size_t stride = shape_.head_bytes[static_cast<int>(w.format)];
     blocks_.emplace_back(stride * p.n_kv_heads - p.head_gap, uint8_t{0xFF});
     w.data = blocks_.back().data();
@@ -155,7 +165,8 @@ void Problem::MakeWindows() {
 void Problem::FillFull(size_t window, uint32_t kv_head) {
   const ProblemParams& p = params_;
   std::vector<uint8_t>& block = blocks_[window];
-  const size_t base = kv_head * shape_.head_bytes[0], v_base = base + size_t{p.window} * p.head_dim * 2;
+  const size_t base = kv_head * shape_.head_bytes[0],
+               v_base = base + size_t{p.window} * p.head_dim * 2;
   const uint32_t sub = std::min(p.window, 8u), seen = SeenBits(window);
   for (uint32_t t = 0; t < p.window; ++t) {
     if (((seen >> t) & 1u) == 0) continue;
@@ -177,8 +188,10 @@ void Problem::FillPacked(size_t window, uint32_t kv_head) {
   const uint32_t bits = windows_[window].format == WindowFormat::kPacked2 ? 2 : 4;
   const float levels = static_cast<float>((1u << bits) - 1);
   const size_t base = kv_head * shape_.head_bytes[static_cast<int>(windows_[window].format)];
-  const size_t k_bytes = size_t{p.head_dim} * p.window * bits / 8, v_bytes = size_t{p.head_dim_v} * p.window * bits / 8;
-  const size_t k_grid = base + k_bytes, v_codes = k_grid + size_t{p.head_dim} * 4, v_grid = v_codes + v_bytes;
+  const size_t k_bytes = size_t{p.head_dim} * p.window * bits / 8,
+               v_bytes = size_t{p.head_dim_v} * p.window * bits / 8;
+  const size_t k_grid = base + k_bytes, v_codes = k_grid + size_t{p.head_dim} * 4,
+               v_grid = v_codes + v_bytes;
   for (size_t i = 0; i < k_bytes; ++i) block[base + i] = static_cast<uint8_t>(rng_());
   for (size_t i = 0; i < v_bytes; ++i) block[v_codes + i] = static_cast<uint8_t>(rng_());
   const auto grid = [&](size_t at, uint32_t n, uint32_t i) {
@@ -213,11 +226,13 @@ std::string Problem::CompareWith(const ReferenceResult& want) const {
   double v_max = 0.0, magnitude = 0.0;
   for (double x : want.out) v_max = std::max(v_max, std::abs(x));
   v_max = std::max(v_max, 6.0);
-  // Rounding errors of a sum of D terms are a random walk: about sqrt(D) / 2 eps times the sum of magnitudes is out of its
-  // reach, as the terms are far smaller than their sum. A weight is off by twice its logit's error, relatively; sums over n
-  // tokens add sqrt(n) / 2, and the few roundings of exponential, grid and rotation the constants.
+  // Rounding errors of a sum of D terms are a random walk: about sqrt(D) / 2 eps times the sum of
+  // magnitudes is out of its reach, as the terms are far smaller than their sum. A weight is off by
+  // twice its logit's error, relatively; sums over n tokens add sqrt(n) / 2, and the few roundings
+  // of exponential, grid and rotation the constants.
   const double n_tokens = static_cast<double>(p.n_windows) * p.window;
-  const double logit_eps = std::sqrt(p.head_dim) / 2.0 + 4.0, sum_eps = std::sqrt(n_tokens) / 2.0 + 8.0;
+  const double logit_eps = std::sqrt(p.head_dim) / 2.0 + 4.0,
+               sum_eps = std::sqrt(n_tokens) / 2.0 + 8.0;
   std::ostringstream error;
   for (uint32_t r = 0; r < p.n_rows; ++r) {
     for (uint32_t h = 0; h < n_heads; ++h) {
@@ -228,11 +243,12 @@ std::string Problem::CompareWith(const ReferenceResult& want) const {
         const double got = out_[r * group_.out_row_stride + h * group_.out_head_stride + c];
         const double ref = want.out[index * p.head_dim_v + c];
         if (std::abs(got - ref) <= bound) continue;
-        error << "out row " << r << " head " << h << " channel " << c << ": " << got << " instead of " << ref << ", bound "
-              << bound;
+        error << "out row " << r << " head " << h << " channel " << c << ": " << got
+              << " instead of " << ref << ", bound " << bound;
         return error.str();
       }
-      if (out_[r * group_.out_row_stride + h * group_.out_head_stride + p.head_dim_v] != -777.0f) return "wrote past a row";
+      if (out_[r * group_.out_row_stride + h * group_.out_head_stride + p.head_dim_v] != -777.0f)
+        return "wrote past a row";
     }
   }
   if (!p.mass) return "";
@@ -242,8 +258,8 @@ std::string Problem::CompareWith(const ReferenceResult& want) const {
       const double got = mass_[h * group_.mass_head_stride + i];
       const double ref = i < p.n_windows ? want.mass[size_t{h} * p.n_windows + i] : 0.0;
       if (std::abs(got - ref) <= relative * ref + 1e-30) continue;
-      error << "mass kv head " << h << " window " << i << ": " << got << " instead of " << ref << ", relative bound "
-            << relative;
+      error << "mass kv head " << h << " window " << i << ": " << got << " instead of " << ref
+            << ", relative bound " << relative;
       return error.str();
     }
   }

@@ -1,4 +1,5 @@
-// Random attention problems with poisoned surroundings, and their comparison with the double-precision reference.
+// Random attention problems with poisoned surroundings, and their comparison with the
+// double-precision reference.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,8 @@ enum class Formats : uint8_t { kFull, kPacked2, kPacked4, kMixed };
 enum class Mask : uint8_t { kAll, kPartialLast, kCausal, kHoles };
 
 struct ProblemParams {
-  uint32_t n_kv_heads = 2, n_gqa = 7, head_dim = 64, head_dim_v = 64, window = 8, n_rows = 1, n_windows = 9;
+  uint32_t n_kv_heads = 2, n_gqa = 7, head_dim = 64, head_dim_v = 64, window = 8, n_rows = 1,
+           n_windows = 9;
   Elem elem_k = Elem::kF16, elem_v = Elem::kF16;
   Formats formats = Formats::kFull;
   Mask mask = Mask::kAll;
@@ -28,9 +30,9 @@ struct ProblemParams {
   bool shared_positions = false;  ///< some windows have pos_stride 0
   float softcap = 0.0f;
   bool bias = false, slopes = false, sinks = false, mass = true;
-  bool blind_row = false;         ///< the middle row sees nothing
+  bool blind_row = false;  ///< the middle row sees nothing
   uint32_t mass_first_row = 0;
-  uint32_t head_gap = 0;          ///< poisoned bytes between the heads' blocks
+  uint32_t head_gap = 0;  ///< poisoned bytes between the heads' blocks
   uint64_t seed = 1;
   std::string Name() const;
 
@@ -42,7 +44,8 @@ struct ProblemParams {
   }
 };
 
-/// Storage, queries, masks and output of one group. Tokens that no row sees, and all gaps, hold NaN bit patterns.
+/// Storage, queries, masks and output of one group. Tokens that no row sees, and all gaps, hold NaN
+/// bit patterns.
 class Problem {
  public:
   explicit Problem(const ProblemParams& params);
@@ -53,7 +56,8 @@ class Problem {
   void Clear();
   const std::vector<float>& out() const { return out_; }
   const std::vector<float>& mass() const { return mass_; }
-  /// Empty if outputs and masses are within the rounding bound of the reference, else where and by how much not.
+  /// Empty if outputs and masses are within the rounding bound of the reference, else where and by
+  /// how much not.
   std::string Compare() const;
   std::string CompareWith(const ReferenceResult& want) const;
   std::vector<uint32_t>& visible() { return visible_; }

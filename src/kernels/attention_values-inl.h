@@ -1,5 +1,5 @@
-// Probabilities times values, decode form: channels in lanes, one broadcast probability per query vector and token.
-// Included by attention_<isa>.cc.
+// Probabilities times values, decode form: channels in lanes, one broadcast probability per query
+// vector and token. Included by attention_<isa>.cc.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@ namespace qevict::kernels::internal {
 /// The tokens of a tile that a run of query vectors sees, in one storage format.
 struct TokenList {
   uint32_t n = 0;
-  uint8_t column[kTile];      ///< tile column of the token
-  const uint8_t* row[kTile];  ///< its value row: elements or codes
+  uint8_t column[kTile];            ///< tile column of the token
+  const uint8_t* row[kTile];        ///< its value row: elements or codes
   float scale[kTile], zero[kTile];  ///< packed: its grid
 };
 
@@ -21,7 +21,8 @@ template <class S, class E>
 struct FullValues {
   struct Token {
     const typename E::T* p;
-    Token(const TokenList& list, uint32_t i) : p(reinterpret_cast<const typename E::T*>(list.row[i])) {}
+    Token(const TokenList& list, uint32_t i)
+        : p(reinterpret_cast<const typename E::T*>(list.row[i])) {}
     typename S::V Load(uint32_t j) const { return E::Load(p + j); }
     typename S::V LoadHalf(uint32_t j) const { return E::LoadHalf(p + j); }
   };
@@ -33,7 +34,9 @@ struct PackedValues {
     typename S::template ValueGrid<kBits> grid;
     Token(const TokenList& list, uint32_t i) : p(list.row[i]), grid(list.scale[i], list.zero[i]) {}
     typename S::V Load(uint32_t j) const { return grid.Load(p + j * kBits / 8); }
-    typename S::V LoadHalf(uint32_t j) const { return Load(j); }  // excess lanes fall into the padding of o
+    typename S::V LoadHalf(uint32_t j) const {
+      return Load(j);
+    }  // excess lanes fall into the padding of o
   };
 };
 
@@ -75,31 +78,39 @@ void AddValues(const TokenList& list, uint32_t dv, const float* p, float* o, siz
   constexpr int kN = ValueBatch<S, kM>();
   constexpr uint32_t kLanes = S::kLanes;
   uint32_t j = 0;
-  for (; j + kN * kLanes <= dv; j += kN * kLanes) AddValuesAt<S, Values, kM, kN, false>(list, j, p, o, o_stride);
+  for (; j + kN * kLanes <= dv; j += kN * kLanes)
+    AddValuesAt<S, Values, kM, kN, false>(list, j, p, o, o_stride);
   if constexpr (kN > 2) {
-    for (; j + 2 * kLanes <= dv; j += 2 * kLanes) AddValuesAt<S, Values, kM, 2, false>(list, j, p, o, o_stride);
+    for (; j + 2 * kLanes <= dv; j += 2 * kLanes)
+      AddValuesAt<S, Values, kM, 2, false>(list, j, p, o, o_stride);
   }
-  for (; j + kLanes <= dv; j += kLanes) AddValuesAt<S, Values, kM, 1, false>(list, j, p, o, o_stride);
+  for (; j + kLanes <= dv; j += kLanes)
+    AddValuesAt<S, Values, kM, 1, false>(list, j, p, o, o_stride);
   if (j < dv) AddValuesAt<S, Values, kM, 1, true>(list, j, p, o, o_stride);
 }
 
 /// Adds the listed tokens to o of n_vec <= 8 query vectors.
 template <class S>
-void AddListed(const HeadArgs& h, WindowFormat format, const TokenList& list, uint32_t n_vec, const float* p, float* o) {
+void AddListed(const HeadArgs& h, WindowFormat format, const TokenList& list, uint32_t n_vec,
+               const float* p, float* o) {
   if (list.n == 0) return;
   const uint32_t dv = h.head_dim_v, stride = h.dv_pad;
   WithBlock(n_vec, [&](auto block) {
     constexpr int kM = decltype(block)::value;
-    if (format == WindowFormat::kPacked2) return AddValues<S, PackedValues<S, 2>, kM>(list, dv, p, o, stride);
-    if (format == WindowFormat::kPacked4) return AddValues<S, PackedValues<S, 4>, kM>(list, dv, p, o, stride);
-    if (h.elem_v == Elem::kF16) return AddValues<S, FullValues<S, F16<S>>, kM>(list, dv, p, o, stride);
+    if (format == WindowFormat::kPacked2)
+      return AddValues<S, PackedValues<S, 2>, kM>(list, dv, p, o, stride);
+    if (format == WindowFormat::kPacked4)
+      return AddValues<S, PackedValues<S, 4>, kM>(list, dv, p, o, stride);
+    if (h.elem_v == Elem::kF16)
+      return AddValues<S, FullValues<S, F16<S>>, kM>(list, dv, p, o, stride);
     return AddValues<S, FullValues<S, BF16<S>>, kM>(list, dv, p, o, stride);
   });
 }
 
 /// Appends the tokens of window w (tile columns from `column`) whose bit is set.
 template <class S>
-void ListTokens(const HeadArgs& h, const WindowRef& w, uint32_t column, uint32_t bits, TokenList& list) {
+void ListTokens(const HeadArgs& h, const WindowRef& w, uint32_t column, uint32_t bits,
+                TokenList& list) {
   const uint8_t* rows = w.data + h.head_offset[0] + static_cast<size_t>(h.window) * h.head_dim * 2;
   size_t row_bytes = static_cast<size_t>(h.head_dim_v) * 2;
   alignas(64) float grid[kTile + kPad];  // scale [W], zero [W]

@@ -1,4 +1,5 @@
-// Choice of the instruction set: the best the CPU has, unless QEVICT_SIMD or ForceIsa names another one.
+// Choice of the instruction set: the best the CPU has, unless QEVICT_SIMD or ForceIsa names another
+// one.
 #include <atomic>
 #include <cstdlib>
 #include <string_view>
@@ -35,7 +36,8 @@ const internal::KernelTable* Table(Isa isa) {
 
 bool CpuHas(Isa isa) {
 #if defined(__x86_64__)
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("f16c");
   if (isa == Isa::kAvx2) return avx2;
   if (isa == Isa::kAvx512) {
     return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -78,10 +80,14 @@ Isa ActiveIsa() { return Active().load(std::memory_order_relaxed); }
 
 const char* IsaName(Isa isa) {
   switch (isa) {
-    case Isa::kScalar: return "scalar";
-    case Isa::kAvx2: return "avx2";
-    case Isa::kAvx512: return "avx512";
-    case Isa::kNeon: return "neon";
+    case Isa::kScalar:
+      return "scalar";
+    case Isa::kAvx2:
+      return "avx2";
+    case Isa::kAvx512:
+      return "avx512";
+    case Isa::kNeon:
+      return "neon";
   }
   return "unknown";
 }

@@ -83,7 +83,8 @@ Logits RowLogits(const AttentionGroup& g, uint32_t row, uint32_t head) {
 
 }  // namespace
 
-void ReferenceKey(const AttentionShape& s, const WindowRef& w, uint32_t kv_head, uint32_t token, double* key) {
+void ReferenceKey(const AttentionShape& s, const WindowRef& w, uint32_t kv_head, uint32_t token,
+                  double* key) {
   const uint8_t* block = HeadBlock(s, w, kv_head);
   const uint32_t d = s.head_dim, sub = std::min(s.window, 8u);
   if (w.format == WindowFormat::kFull) {
@@ -104,7 +105,8 @@ void ReferenceKey(const AttentionShape& s, const WindowRef& w, uint32_t kv_head,
   }
 }
 
-void ReferenceValue(const AttentionShape& s, const WindowRef& w, uint32_t kv_head, uint32_t token, double* value) {
+void ReferenceValue(const AttentionShape& s, const WindowRef& w, uint32_t kv_head, uint32_t token,
+                    double* value) {
   const uint8_t* block = HeadBlock(s, w, kv_head);
   const uint32_t dv = s.head_dim_v;
   if (w.format == WindowFormat::kFull) {
@@ -115,8 +117,10 @@ void ReferenceValue(const AttentionShape& s, const WindowRef& w, uint32_t kv_hea
   const uint32_t bits = w.format == WindowFormat::kPacked2 ? 2 : 4;
   const uint8_t* codes = block + size_t{s.head_dim} * s.window * bits / 8 + size_t{s.head_dim} * 4;
   const uint8_t* grid = codes + size_t{dv} * s.window * bits / 8;
-  const double scale = ReadElem(grid, token, Elem::kF16), zero = ReadElem(grid, s.window + token, Elem::kF16);
-  for (uint32_t c = 0; c < dv; ++c) value[c] = ReadCode(codes, size_t{token} * dv + c, bits) * scale + zero;
+  const double scale = ReadElem(grid, token, Elem::kF16),
+               zero = ReadElem(grid, s.window + token, Elem::kF16);
+  for (uint32_t c = 0; c < dv; ++c)
+    value[c] = ReadCode(codes, size_t{token} * dv + c, bits) * scale + zero;
 }
 
 ReferenceResult AttendReference(const AttentionGroup& g) {
@@ -143,7 +147,8 @@ ReferenceResult AttendReference(const AttentionGroup& g) {
       for (size_t k = 0; k < logits.values.size(); ++k) {
         const double p = std::exp(logits.values[k] - max) / sum;
         if (p == 0.0) continue;
-        const uint32_t window = static_cast<uint32_t>(k / s.window), token = static_cast<uint32_t>(k % s.window);
+        const uint32_t window = static_cast<uint32_t>(k / s.window),
+                       token = static_cast<uint32_t>(k % s.window);
         ReferenceValue(s, g.windows[window], head / s.n_gqa, token, value.data());
         for (uint32_t c = 0; c < dv; ++c) r.out[index * dv + c] += p * value[c];
         if (row >= g.mass_first_row) r.mass[head / s.n_gqa * n_windows + window] += p;

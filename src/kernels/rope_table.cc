@@ -9,7 +9,8 @@ namespace qevict::kernels {
 namespace {
 
 /// cos and sin of every pair at `pos`, times `magnitude`, to row [2][stride].
-void FillRow(const std::vector<double>& omega, int64_t pos, double magnitude, uint32_t stride, float* row) {
+void FillRow(const std::vector<double>& omega, int64_t pos, double magnitude, uint32_t stride,
+             float* row) {
   for (size_t i = 0; i < omega.size(); ++i) {
     const double angle = omega[i] * static_cast<double>(pos);
     row[i] = static_cast<float>(magnitude * std::cos(angle));
@@ -35,11 +36,14 @@ std::vector<float> MakeSteps(const std::vector<double>& omega, uint32_t channels
 }  // namespace
 
 RopeTable::RopeTable(const RopeParams& params)
-    : params_(params), magnitude_(RopeMagnitude(params)), stride_(internal::PadLanes(params.n_dims / 2)) {
+    : params_(params),
+      magnitude_(RopeMagnitude(params)),
+      stride_(internal::PadLanes(params.n_dims / 2)) {
   omega_ = RopeFrequencies(params);
   omega_.resize(n_pairs());
   fine_.assign(size_t{64} * 2 * stride_, 0.0f);
-  for (uint32_t p = 0; p < 64; ++p) FillRow(omega_, p, 1.0, stride_, fine_.data() + size_t{p} * 2 * stride_);
+  for (uint32_t p = 0; p < 64; ++p)
+    FillRow(omega_, p, 1.0, stride_, fine_.data() + size_t{p} * 2 * stride_);
   for (uint32_t channels : {1u, 2u}) {
     steps_[channels - 1] = MakeSteps(omega_, channels, 1.0);
     zero_steps_[channels - 1] = MakeSteps(omega_, channels, 0.0);

@@ -10,8 +10,8 @@
 
 namespace qevict::kernels {
 
-/// Built once per distinct RopeParams. Grow() must have covered every position before a kernel reads it; reading is
-/// thread-safe. Bytes: about (max_pos / 64 + 64) * n_dims * 4.
+/// Built once per distinct RopeParams. Grow() must have covered every position before a kernel
+/// reads it; reading is thread-safe. Bytes: about (max_pos / 64 + 64) * n_dims * 4.
 class RopeTable {
  public:
   explicit RopeTable(const RopeParams& params);
@@ -23,8 +23,9 @@ class RopeTable {
   int32_t max_pos() const { return max_pos_; }
   /// magnitude * cos and sin of every pair at `pos`: cos [n_pairs], sin [n_pairs].
   void Phases(int32_t pos, float* cos, float* sin) const;
-  /// Rotation (no magnitude) by the offsets 0...7 in a sub-block, in the order of a kernel whose vectors hold `channels`
-  /// (1 or 2) pairs of 8 tokens: [n_pairs / channels][cos, sin][8 tokens][channels].
+  /// Rotation (no magnitude) by the offsets 0...7 in a sub-block, in the order of a kernel whose
+  /// vectors hold `channels` (1 or 2) pairs of 8 tokens: [n_pairs / channels][cos, sin][8
+  /// tokens][channels].
   const float* steps(uint32_t channels) const { return steps_[channels - 1].data(); }
   /// The same for tokens that share one position: cos = 1, sin = 0.
   const float* zero_steps(uint32_t channels) const { return zero_steps_[channels - 1].data(); }

@@ -67,7 +67,8 @@ TEST(RopeTableTest, StepsAreRotationsWithinASubBlock) {
       for (uint32_t t = 0; t < 8; ++t) {
         const size_t cell = i / channels * 16 * channels + t * channels + i % channels;
         EXPECT_FLOAT_EQ(table.steps(channels)[cell], static_cast<float>(std::cos(omega[i] * t)));
-        EXPECT_FLOAT_EQ(table.steps(channels)[cell + 8 * channels], static_cast<float>(std::sin(omega[i] * t)));
+        EXPECT_FLOAT_EQ(table.steps(channels)[cell + 8 * channels],
+                        static_cast<float>(std::sin(omega[i] * t)));
         EXPECT_EQ(table.zero_steps(channels)[cell], 1.0f);
         EXPECT_EQ(table.zero_steps(channels)[cell + 8 * channels], 0.0f);
       }

@@ -50,7 +50,9 @@ struct SimdAvx2 {
     const __m256i set = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), lane);
     return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, lane)));
   }
-  static V IfLess(V x, V y, V a, V b) { return _mm256_blendv_ps(b, a, _mm256_cmp_ps(x, y, _CMP_LT_OQ)); }
+  static V IfLess(V x, V y, V a, V b) {
+    return _mm256_blendv_ps(b, a, _mm256_cmp_ps(x, y, _CMP_LT_OQ));
+  }
 
   static V LoadF16(const uint16_t* p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -59,7 +61,9 @@ struct SimdAvx2 {
     const __m256i x = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
   }
-  static V LoadF16Half(const uint16_t* p) { return LoadF16(p); }    // never needed: rows are multiples of 8
+  static V LoadF16Half(const uint16_t* p) {
+    return LoadF16(p);
+  }  // never needed: rows are multiples of 8
   static V LoadBf16Half(const uint16_t* p) { return LoadBf16(p); }
 
   static V Channels(const float* p) { return _mm256_broadcast_ss(p); }
@@ -109,18 +113,22 @@ struct SimdAvx2 {
     V Load(const uint8_t* p) const {
       if constexpr (kBits == 2) {
         const __m256i x = _mm256_set1_epi32(*reinterpret_cast<const u16_alias*>(p));
-        return _mm256_permutevar_ps(a, _mm256_srlv_epi32(x, _mm256_set_epi32(14, 12, 10, 8, 6, 4, 2, 0)));
+        return _mm256_permutevar_ps(
+            a, _mm256_srlv_epi32(x, _mm256_set_epi32(14, 12, 10, 8, 6, 4, 2, 0)));
       } else {
-        const __m256i x = _mm256_set1_epi32(static_cast<int>(*reinterpret_cast<const u32_alias*>(p)));
+        const __m256i x =
+            _mm256_set1_epi32(static_cast<int>(*reinterpret_cast<const u32_alias*>(p)));
         const __m256i code = _mm256_srlv_epi32(x, _mm256_set_epi32(28, 24, 20, 16, 12, 8, 4, 0));
-        return _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_and_si256(code, _mm256_set1_epi32(15))), a, b);
+        return _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_and_si256(code, _mm256_set1_epi32(15))), a,
+                               b);
       }
     }
   };
 
   static void SegmentSums(const float* p, float* out) {
     for (int i = 0; i < 2; ++i, p += 32, out += 4) {
-      const __m256 t = _mm256_hadd_ps(_mm256_hadd_ps(Load(p), Load(p + 8)), _mm256_hadd_ps(Load(p + 16), Load(p + 24)));
+      const __m256 t = _mm256_hadd_ps(_mm256_hadd_ps(Load(p), Load(p + 8)),
+                                      _mm256_hadd_ps(Load(p + 16), Load(p + 24)));
       _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1)));
     }
   }

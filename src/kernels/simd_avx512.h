@@ -30,7 +30,9 @@ struct SimdAvx512 {
     const __m512 mask = _mm512_set1_ps(-0.0f);
     return _mm512_or_ps(_mm512_andnot_ps(mask, magnitude), _mm512_and_ps(mask, sign));
   }
-  static V Round(V a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  static V Round(V a) {
+    return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
   static V TimesExp2(V p, V n) { return _mm512_scalef_ps(p, n); }
   static float Sum(V a) { return _mm512_reduce_add_ps(a); }
   static float MaxOf(V a) { return _mm512_reduce_max_ps(a); }
@@ -45,7 +47,8 @@ struct SimdAvx512 {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
   static V LoadBf16(const uint16_t* p) {
-    const __m512i x = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    const __m512i x =
+        _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
   }
   static V LoadF16Half(const uint16_t* p) {
@@ -102,11 +105,14 @@ struct SimdAvx512 {
 
   template <int kBits, bool kHalves>
   struct PairCodes {
-    // 2 bits: a channel is 16 bits, 4 bits: 32 bits. Lanes are (token, channel), so adjacent channels of 4 bits, and
-    // every other channel of 2 bits, are the two halves of a broadcast 64-bit word.
+    // 2 bits: a channel is 16 bits, 4 bits: 32 bits. Lanes are (token, channel), so adjacent
+    // channels of 4 bits, and every other channel of 2 bits, are the two halves of a broadcast
+    // 64-bit word.
     const __m512i shift = KeyShift(kBits, 0);
-    const __m512i shift_next = _mm512_add_epi32(shift, _mm512_set1_epi64(int64_t{16} << 32));    // adjacent, 2 bits
-    const __m512i shift_partner = _mm512_add_epi32(shift, _mm512_set1_epi32(16));  // interleaved, 2 bits
+    const __m512i shift_next =
+        _mm512_add_epi32(shift, _mm512_set1_epi64(int64_t{16} << 32));  // adjacent, 2 bits
+    const __m512i shift_partner =
+        _mm512_add_epi32(shift, _mm512_set1_epi32(16));  // interleaved, 2 bits
 
     void Load(const uint8_t* p, size_t to_second, V& a, V& b) const {
       if constexpr (kHalves) {
@@ -117,14 +123,16 @@ struct SimdAvx512 {
         a = Codes<2>(x, shift);
         b = Codes<2>(x, shift_partner);
       } else {
-        const __m512i x = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+        const __m512i x =
+            _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
         a = Codes<4>(_mm512_shuffle_epi32(x, static_cast<_MM_PERM_ENUM>(0x88)), shift);
         b = Codes<4>(_mm512_shuffle_epi32(x, static_cast<_MM_PERM_ENUM>(0xDD)), shift);
       }
     }
     V LoadOne(const uint8_t* p) const {
       if constexpr (kBits == 2) {
-        return Codes<2>(_mm512_set1_epi32(static_cast<int>(*reinterpret_cast<const u32_alias*>(p))), shift_next);
+        return Codes<2>(_mm512_set1_epi32(static_cast<int>(*reinterpret_cast<const u32_alias*>(p))),
+                        shift_next);
       } else {
         return Codes<4>(_mm512_set1_epi64(*reinterpret_cast<const i64_alias*>(p)), shift);
       }
@@ -135,20 +143,26 @@ struct SimdAvx512 {
   struct ValueGrid {
     __m512 levels;
     ValueGrid(float scale, float zero) {
-      const __m512 codes = kBits == 2 ? _mm512_broadcast_f32x4(_mm_set_ps(3, 2, 1, 0))
-                                      : _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+      const __m512 codes =
+          kBits == 2 ? _mm512_broadcast_f32x4(_mm_set_ps(3, 2, 1, 0))
+                     : _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
       levels = _mm512_fmadd_ps(codes, _mm512_set1_ps(scale), _mm512_set1_ps(zero));
     }
     /// 16 values whose codes begin at p. Reads 4 (2 bits) or 8 (4 bits) bytes.
     V Load(const uint8_t* p) const {
       if constexpr (kBits == 2) {
-        const __m512i shift = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-        const __m512i x = _mm512_set1_epi32(static_cast<int>(*reinterpret_cast<const u32_alias*>(p)));
+        const __m512i shift =
+            _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+        const __m512i x =
+            _mm512_set1_epi32(static_cast<int>(*reinterpret_cast<const u32_alias*>(p)));
         return _mm512_permutevar_ps(levels, _mm512_srlv_epi32(x, shift));
       } else {
-        const __m512i shift = _mm512_set_epi32(28, 24, 20, 16, 12, 8, 4, 0, 28, 24, 20, 16, 12, 8, 4, 0);
-        const __m512i lo = _mm512_set1_epi32(static_cast<int>(*reinterpret_cast<const u32_alias*>(p)));
-        const __m512i x = _mm512_mask_set1_epi32(lo, 0xFF00, static_cast<int>(*reinterpret_cast<const u32_alias*>(p + 4)));
+        const __m512i shift =
+            _mm512_set_epi32(28, 24, 20, 16, 12, 8, 4, 0, 28, 24, 20, 16, 12, 8, 4, 0);
+        const __m512i lo =
+            _mm512_set1_epi32(static_cast<int>(*reinterpret_cast<const u32_alias*>(p)));
+        const __m512i x = _mm512_mask_set1_epi32(
+            lo, 0xFF00, static_cast<int>(*reinterpret_cast<const u32_alias*>(p + 4)));
         return _mm512_permutexvar_ps(_mm512_srlv_epi32(x, shift), levels);
       }
     }
@@ -159,7 +173,8 @@ struct SimdAvx512 {
     const V t01 = HalfSums(Load(p), Load(p + 16)), t23 = HalfSums(Load(p + 32), Load(p + 48));
     const V r = HalfSums(t01, t23);  // in each 128 bits: sums of 4 of vectors 0, 2, 1, 3
     const __m512 other = _mm512_shuffle_f32x4(r, r, _MM_SHUFFLE(2, 3, 0, 1));
-    const __m512 sums = _mm512_add_ps(r, other);  // lanes 0-3: first 8 of the four vectors, lanes 8-11: second 8
+    const __m512 sums =
+        _mm512_add_ps(r, other);  // lanes 0-3: first 8 of the four vectors, lanes 8-11: second 8
     const __m512i order = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 11, 3, 9, 1, 10, 2, 8, 0);
     _mm256_storeu_ps(out, _mm512_castps512_ps256(_mm512_permutexvar_ps(order, sums)));
   }
@@ -168,7 +183,9 @@ struct SimdAvx512 {
   using double_alias [[gnu::may_alias, gnu::aligned(4)]] = double;
   using i64_alias [[gnu::may_alias, gnu::aligned(1)]] = int64_t;
   using u32_alias [[gnu::may_alias, gnu::aligned(1)]] = uint32_t;
-  static V HalfSums(V a, V b) { return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); }
+  static V HalfSums(V a, V b) {
+    return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  }
 };
 
 }  // namespace qevict::kernels::internal

@@ -1,4 +1,5 @@
-// NEON traits (aarch64): 8 lanes in two 128-bit registers. See simd_scalar.h for the meaning of each operation.
+// NEON traits (aarch64): 8 lanes in two 128-bit registers. See simd_scalar.h for the meaning of
+// each operation.
 #pragma once
 
 #include <arm_neon.h>
@@ -12,8 +13,12 @@ struct SimdNeon {
   static constexpr uint32_t kLanes = 8;
   static constexpr uint32_t kChannels = 1;
   static constexpr uint32_t kRegisters = 16;
-  struct V { float32x4_t lo, hi; };
-  struct I { uint32x4_t lo, hi; };
+  struct V {
+    float32x4_t lo, hi;
+  };
+  struct I {
+    uint32x4_t lo, hi;
+  };
 
   static V Zero() { return Set1(0.0f); }
   static V Set1(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x)}; }
@@ -25,7 +30,9 @@ struct SimdNeon {
   static V Div(V a, V b) { return {vdivq_f32(a.lo, b.lo), vdivq_f32(a.hi, b.hi)}; }
   static V Max(V a, V b) { return IfLess(b, a, a, b); }
   static V Fma(V a, V b, V c) { return {vfmaq_f32(c.lo, a.lo, b.lo), vfmaq_f32(c.hi, a.hi, b.hi)}; }
-  static V Fnma(V a, V b, V c) { return {vfmsq_f32(c.lo, a.lo, b.lo), vfmsq_f32(c.hi, a.hi, b.hi)}; }
+  static V Fnma(V a, V b, V c) {
+    return {vfmsq_f32(c.lo, a.lo, b.lo), vfmsq_f32(c.hi, a.hi, b.hi)};
+  }
   static V Abs(V a) { return {vabsq_f32(a.lo), vabsq_f32(a.hi)}; }
   static V CopySign(V m, V s) {
     const uint32x4_t sign = vdupq_n_u32(0x80000000u);
@@ -37,21 +44,27 @@ struct SimdNeon {
   static float MaxOf(V a) { return vmaxvq_f32(vmaxq_f32(a.lo, a.hi)); }
   static V IfBits(uint32_t bits, V a, V b) {
     const uint32x4_t lane = {1, 2, 4, 8}, all = vdupq_n_u32(bits);
-    return {vbslq_f32(vtstq_u32(all, lane), a.lo, b.lo), vbslq_f32(vtstq_u32(all, vshlq_n_u32(lane, 4)), a.hi, b.hi)};
+    return {vbslq_f32(vtstq_u32(all, lane), a.lo, b.lo),
+            vbslq_f32(vtstq_u32(all, vshlq_n_u32(lane, 4)), a.hi, b.hi)};
   }
   static V IfLess(V x, V y, V a, V b) {
-    return {vbslq_f32(vcltq_f32(x.lo, y.lo), a.lo, b.lo), vbslq_f32(vcltq_f32(x.hi, y.hi), a.hi, b.hi)};
+    return {vbslq_f32(vcltq_f32(x.lo, y.lo), a.lo, b.lo),
+            vbslq_f32(vcltq_f32(x.hi, y.hi), a.hi, b.hi)};
   }
 
   static V LoadF16(const uint16_t* p) {
     const uint16x8_t x = vld1q_u16(p);
-    return {vcvt_f32_f16(vreinterpret_f16_u16(vget_low_u16(x))), vcvt_f32_f16(vreinterpret_f16_u16(vget_high_u16(x)))};
+    return {vcvt_f32_f16(vreinterpret_f16_u16(vget_low_u16(x))),
+            vcvt_f32_f16(vreinterpret_f16_u16(vget_high_u16(x)))};
   }
   static V LoadBf16(const uint16_t* p) {
     const uint16x8_t x = vld1q_u16(p);
-    return {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(x), 16)), vreinterpretq_f32_u32(vshll_n_u16(vget_high_u16(x), 16))};
+    return {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(x), 16)),
+            vreinterpretq_f32_u32(vshll_n_u16(vget_high_u16(x), 16))};
   }
-  static V LoadF16Half(const uint16_t* p) { return LoadF16(p); }  // never needed: rows are multiples of 8
+  static V LoadF16Half(const uint16_t* p) {
+    return LoadF16(p);
+  }  // never needed: rows are multiples of 8
   static V LoadBf16Half(const uint16_t* p) { return LoadBf16(p); }
 
   static V Channels(const float* p) { return Set1(*p); }

@@ -1,5 +1,5 @@
-// Portable traits: 8 lanes in two compiler vectors of 4, which every CPU has registers or plain code for.
-// The meaning of each operation for every ISA is stated here.
+// Portable traits: 8 lanes in two compiler vectors of 4, which every CPU has registers or plain
+// code for. The meaning of each operation for every ISA is stated here.
 #pragma once
 
 #include <cstdint>
@@ -7,14 +7,19 @@
 namespace qevict::kernels::internal {
 
 struct SimdScalar {
-  static constexpr uint32_t kLanes = 8;      ///< floats of a vector: 8 or 16
-  static constexpr uint32_t kChannels = 1;   ///< key channels of a vector when 8 tokens are in lanes: kLanes / 8
-  static constexpr uint32_t kRegisters = 16; ///< vectors that can be kept in registers
+  static constexpr uint32_t kLanes = 8;  ///< floats of a vector: 8 or 16
+  static constexpr uint32_t kChannels =
+      1;  ///< key channels of a vector when 8 tokens are in lanes: kLanes / 8
+  static constexpr uint32_t kRegisters = 16;  ///< vectors that can be kept in registers
   using F4 [[gnu::vector_size(16)]] = float;
   using U4 [[gnu::vector_size(16)]] = uint32_t;
   using I4 [[gnu::vector_size(16)]] = int32_t;
-  struct V { F4 lo, hi; };
-  struct I { U4 lo, hi; };
+  struct V {
+    F4 lo, hi;
+  };
+  struct I {
+    U4 lo, hi;
+  };
 
   static V Zero() { return Set1(0.0f); }
   static V Set1(float a) { return {F4{a, a, a, a}, F4{a, a, a, a}}; }
@@ -34,9 +39,12 @@ struct SimdScalar {
   static V Fnma(V a, V b, V c) { return Sub(c, Mul(a, b)); }  ///< c - a * b
   static V Abs(V a) { return {Magnitude(a.lo), Magnitude(a.hi)}; }
   static V CopySign(V m, V s) {
-    return {F4((U4)Magnitude(m.lo) | ((U4)s.lo & 0x80000000u)), F4((U4)Magnitude(m.hi) | ((U4)s.hi & 0x80000000u))};
+    return {F4((U4)Magnitude(m.lo) | ((U4)s.lo & 0x80000000u)),
+            F4((U4)Magnitude(m.hi) | ((U4)s.hi & 0x80000000u))};
   }
-  static V Round(V a) { return Sub(Add(a, Set1(0x1.8p23f)), Set1(0x1.8p23f)); }  ///< to nearest even; |a| < 2^22
+  static V Round(V a) {
+    return Sub(Add(a, Set1(0x1.8p23f)), Set1(0x1.8p23f));
+  }  ///< to nearest even; |a| < 2^22
   /// p * 2^n for whole n in [-126, 127].
   static V TimesExp2(V p, V n) { return {p.lo * Power(n.lo), p.hi * Power(n.hi)}; }
   static float Sum(V a) {
@@ -54,7 +62,9 @@ struct SimdScalar {
     return {Blend((all & lane) != 0, a.lo, b.lo), Blend((all & (lane << 4)) != 0, a.hi, b.hi)};
   }
   /// Lane i: x < y ? a : b.
-  static V IfLess(V x, V y, V a, V b) { return {Blend(x.lo < y.lo, a.lo, b.lo), Blend(x.hi < y.hi, a.hi, b.hi)}; }
+  static V IfLess(V x, V y, V a, V b) {
+    return {Blend(x.lo < y.lo, a.lo, b.lo), Blend(x.hi < y.hi, a.hi, b.hi)};
+  }
 
   static V LoadF16(const uint16_t* p) { return {Half(Widen(p)), Half(Widen(p + 4))}; }
   static V LoadBf16(const uint16_t* p) { return {(F4)(Widen(p) << 16), (F4)(Widen(p + 4) << 16)}; }
@@ -63,7 +73,8 @@ struct SimdScalar {
   static V LoadBf16Half(const uint16_t* p) { return LoadBf16(p); }
 
   // Keys of 8 tokens and kChannels channels come in two lane orders:
-  //   blocks (full windows): lane = channel * 8 + token       pairs (packed windows): lane = token * kChannels + channel
+  //   blocks (full windows): lane = channel * 8 + token       pairs (packed windows): lane = token
+  //   * kChannels + channel
   /// In pairs order: p[channel] in the lanes of each channel.
   static V Channels(const float* p) { return Set1(*p); }
   /// Blocks order: sums of the channels, one per token, to dst[8].
@@ -95,8 +106,9 @@ struct SimdScalar {
     return {ToFloat((words.lo >> shift.lo) & kMask), ToFloat((words.hi >> shift.hi) & kMask)};
   }
 
-  /// Codes of windows of 8 tokens, kChannels pairs at a time: channels from p on and their partners, which follow at
-  /// once (not kHalves) or `to_second` bytes later. LoadOne: adjacent channels, no pairs.
+  /// Codes of windows of 8 tokens, kChannels pairs at a time: channels from p on and their
+  /// partners, which follow at once (not kHalves) or `to_second` bytes later. LoadOne: adjacent
+  /// channels, no pairs.
   template <int kBits, bool kHalves>
   struct PairCodes {
     const I shift = KeyShift(kBits, 0);
@@ -136,7 +148,8 @@ struct SimdScalar {
     const U4 sign = (h & 0x8000u) << 16, x = (h & 0x7FFFu) << 13;
     const F4 offset = (F4)(U4{} + (113u << 23));
     const F4 subnormal = (F4)(x + (113u << 23)) - offset;
-    const F4 normal = (F4)(x + (112u << 23)), special = (F4)(x + (224u << 23));  // special: infinity, NaN
+    const F4 normal = (F4)(x + (112u << 23)),
+             special = (F4)(x + (224u << 23));  // special: infinity, NaN
     const F4 finite = Blend((I4)(x < (1u << 23)), subnormal, normal);
     return (F4)((U4)Blend((I4)(x >= (31u << 23)), special, finite) | sign);
   }
