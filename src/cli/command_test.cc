@@ -216,6 +216,17 @@ TEST_F(CommandTest, PromptFromStdin) {
   EXPECT_EQ(Json::parse(piped.out)["prompt_tokens"], RunJson("")["prompt_tokens"]);
 }
 
+TEST_F(CommandTest, InterruptEndsTheAnswerAndReports) {
+  const std::string arguments =
+      "run -m " + Tiny("llama-hd64") + " -p hello -t 1 -n 8000 --ignore-eos -o json";
+  const Outcome o = Qevict(arguments, "timeout --signal INT 1");
+  const Json j = Json::parse(o.out, nullptr, false);
+  ASSERT_TRUE(j.is_object()) << o.err;
+  EXPECT_GT(j["generated_tokens"].get<int>(), 0);
+  EXPECT_LT(j["generated_tokens"].get<int>(), 8000);
+  EXPECT_EQ(j["ended"], false);
+}
+
 TEST_F(CommandTest, VerboseShowsTheLogOfLlama) {
   EXPECT_NE(Qevict(Run("--budget 40% -v")).err.find("llama_context"), std::string::npos);
 }

@@ -20,6 +20,8 @@
 namespace qevict::cli {
 namespace {
 
+constexpr const char* kInput = "Input";
+
 struct KldOptions {
   std::string model, file;
   std::string budgets = "100%,40%,20%,10%,5%", policies = "qevict", reference = "fa";
@@ -402,7 +404,6 @@ Command AddKld(CLI::App& eval) {
       "kld.jsonl\n\n"
       "The reference is llama.cpp's CPU backend with an f16 cache. --floor adds what that backend\n"
       "differs from itself with and without flash attention: smaller values mean nothing.\n");
-  constexpr const char* kInput = "Input";
   AddModel(*app, o->model)->group(kInput);
   AddText(*app, "-f,--file", o->file, "FILE", "text, read as raw tokens")->group(kInput);
   AddInteger(*app, "--chunks", o->n_chunks, 1, 1 << 20, "consecutive chunks of the text")

@@ -7,9 +7,13 @@
 #include "cli/progress.h"
 
 namespace qevict::cli {
+namespace {
+
+constexpr const char* kGroup = "Sampling";
+
+}  // namespace
 
 void Sampling::Register(CLI::App& app) {
-  constexpr const char* kGroup = "Sampling";
   AddReal(app, "--temp", temperature, 0.0, 100.0, "temperature; 0 = greedy, repeatable")
       ->group(kGroup);
   AddInteger(app, "--top-k", top_k, 0, INT32_MAX, "keep the k likeliest tokens; 0 = all")

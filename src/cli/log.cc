@@ -11,6 +11,7 @@ namespace qevict::cli {
 namespace {
 
 constexpr std::string_view kPluginPrefix = "qevict: ";
+constexpr std::string_view kTelling = "error loading model: ";
 constexpr size_t kMaxLines = 64;
 
 // llama.cpp logs from any thread; its callback has no owner that could hold this state.
@@ -77,7 +78,6 @@ std::string WhyFailed(const std::string& fallback) {
     if (c.errors[i].starts_with(kPluginPrefix)) return c.errors[i].substr(kPluginPrefix.size());
   }
   if (c.errors.empty()) return fallback;
-  constexpr std::string_view kTelling = "error loading model: ";
   for (const std::string& line : c.errors) {
     const size_t at = line.find(kTelling);
     if (at == std::string::npos || c.errors.front().starts_with("gguf_")) continue;

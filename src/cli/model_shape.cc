@@ -10,6 +10,8 @@
 namespace qevict::cli {
 namespace {
 
+constexpr const char* kPattern = "attention.sliding_window_pattern";
+
 /// Architectures whose layers alternate between sliding and full attention, where the file does not
 /// say which: of `period` layers one is full, the first or the last.
 struct SlidingDefault {
@@ -132,7 +134,6 @@ void ReadSliding(const Metadata& m, size_t n_layers, std::vector<uint32_t>& slid
   const bool is_known = known != std::end(kSlidingDefaults);
   n_swa = m.Number("attention.sliding_window").value_or(is_known ? known->n_swa : 0);
   if (n_swa == 0) return;
-  constexpr const char* kPattern = "attention.sliding_window_pattern";
   if (m.IsArray(kPattern)) {
     sliding = m.PerLayer(kPattern, n_layers, sliding);
     return;

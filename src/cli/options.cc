@@ -2,12 +2,14 @@
 
 #include <sched.h>
 
+#include <cerrno>
 #include <charconv>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
 #include <sstream>
+#include <system_error>
 
 namespace qevict::cli {
 namespace {
@@ -233,13 +235,13 @@ Result<Config> ConfigOptions::Build() const {
       return InvalidArgument("--" + key + " `" + value +
                              "` is not legal: expected one value without commas");
     }
-    text += key + "=" + value + "\n";
+    text.append(key).append("=").append(value).append("\n");
   }
   for (const std::string& item : sets_) {
     if (item.find('=') == std::string::npos) {
       return InvalidArgument("--set " + item + " has no value: expected key=value");
     }
-    text += item + "\n";
+    text.append(item).append("\n");
   }
   return ParseConfig(text, config);
 }
@@ -250,7 +252,9 @@ Result<Config> ConfigOptions::Build() const {
 Status CheckModelFile(const std::string& path) {
   if (path.empty()) return InvalidArgument("there is no model: give -m FILE");
   std::ifstream file(path, std::ios::binary);
-  if (!file) return NotFound("model file " + path + " cannot be read: " + std::strerror(errno));
+  if (!file)
+    return NotFound("model file " + path +
+                    " cannot be read: " + std::generic_category().message(errno));
   char magic[4] = {};
   if (!file.read(magic, sizeof(magic)) || std::memcmp(magic, "GGUF", 4) != 0) {
     return InvalidArgument("model file " + path +
@@ -261,7 +265,8 @@ Status CheckModelFile(const std::string& path) {
 
 Result<std::string> ReadTextFile(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
-  if (!file) return NotFound("file " + path + " cannot be read: " + std::strerror(errno));
+  if (!file)
+    return NotFound("file " + path + " cannot be read: " + std::generic_category().message(errno));
   std::ostringstream contents;
   contents << file.rdbuf();
   if (file.bad() || contents.fail()) {

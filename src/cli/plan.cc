@@ -11,6 +11,8 @@
 namespace qevict::cli {
 namespace {
 
+constexpr const char* kModel = "Model";
+
 struct PlanOptions {
   std::string model;
   int64_t n_ctx = 0, n_slots = 1, n_ubatch = 512;
@@ -129,7 +131,6 @@ Command AddPlan(CLI::App& root) {
           "  qevict plan -m model.gguf -c 32768 --budget 20%\n"
           "  qevict plan -m model.gguf -c 131072 -np 4 --kv-unified --budget 2GiB -o json\n\n"
           "The figures are those of the first decision after a prompt that fills the context.\n");
-  constexpr const char* kModel = "Model";
   AddModel(*app, o->model)->group(kModel);
   AddInteger(*app, "-c,--ctx-size", o->n_ctx, 1, 1 << 28, "context of all slots, tokens")
       ->default_str("the model's")

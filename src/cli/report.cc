@@ -5,6 +5,8 @@
 namespace qevict::cli {
 namespace {
 
+constexpr double kNsPerMs = 1e6;
+
 double PerSecond(size_t n, double ms) {
   return ms > 0.0 ? 1000.0 * static_cast<double>(n) / ms : 0.0;
 }
@@ -41,7 +43,6 @@ double SharePercent(const qevict_stats& s) {
 }
 
 Metrics CacheMetrics(const qevict_stats& s) {
-  constexpr double kNsPerMs = 1e6;
   const auto ms = [](uint64_t ns) { return MsCell(static_cast<double>(ns) / kNsPerMs); };
   return {
       {"kv.total_bytes", "KV cache", BytesCell(TotalBytes(s))},

@@ -15,6 +15,9 @@
 namespace qevict::cli {
 namespace {
 
+constexpr const char* kInput = "Input";
+constexpr const char* kModel = "Model";
+
 void OnSignal(int) { Interrupt(); }
 
 /// The first Ctrl-C ends the answer and prints the report, the second one ends the program.
@@ -190,7 +193,6 @@ Command AddRun(CLI::App& root) {
       "  qevict run -m model.gguf -f paper.txt -p \"Summarize this paper.\" --budget 20%\n"
       "  qevict run -m model.gguf -f book.txt --no-chat -n 512 --budget 512MiB --compare -o "
       "json\n");
-  constexpr const char* kInput = "Input";
   AddModel(*app, o->model)->group(kInput);
   AddText(*app, "-p,--prompt", o->prompt, "TEXT", "prompt; with -f it follows the file's text")
       ->group(kInput);
@@ -203,7 +205,6 @@ Command AddRun(CLI::App& root) {
   AddFlag(*app, "--no-chat,--no-conversation", o->no_chat, "use the prompt as it is (also -no-cnv)")
       ->group(kInput);
 
-  constexpr const char* kModel = "Model";
   AddInteger(*app, "-n,--predict,--n-predict", o->n_predict, 1, 1 << 24,
              "most tokens of the answer")
       ->group(kModel);

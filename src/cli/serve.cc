@@ -3,7 +3,7 @@
 
 #include <cerrno>
 #include <cstdlib>
-#include <cstring>
+#include <system_error>
 
 #include "cli/commands.h"
 #include "cli/paths.h"
@@ -11,6 +11,10 @@
 
 namespace qevict::cli {
 namespace {
+
+constexpr const char* kPlain =
+    "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./:=,%+@";
+constexpr const char* kServer = "Server";
 
 struct ServeOptions {
   std::string model, server, host;
@@ -23,8 +27,6 @@ using Environment = std::vector<std::pair<std::string, std::string>>;
 
 /// As a shell reads it back.
 std::string Quoted(const std::string& text) {
-  constexpr const char* kPlain =
-      "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./:=,%+@";
   if (!text.empty() && text.find_first_not_of(kPlain) == std::string::npos) return text;
   std::string quoted = "'";
   for (const char c : text) quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
@@ -104,7 +106,7 @@ int Serve(const ServeOptions& o, const std::vector<std::string>& passthrough) {
   for (const std::string& word : words) argv.push_back(const_cast<char*>(word.c_str()));
   argv.push_back(nullptr);
   execv(server->c_str(), argv.data());
-  return Fail(Internal(*server + " cannot be started: " + std::strerror(errno)));
+  return Fail(Internal(*server + " cannot be started: " + std::generic_category().message(errno)));
 }
 
 }  // namespace
@@ -121,7 +123,6 @@ Command AddServe(CLI::App& root, const Arguments& arguments) {
       "Prompts that the server keeps in host memory would have the size of f16, so --cache-ram is "
       "0\n"
       "unless you set it behind `--`.\n");
-  constexpr const char* kServer = "Server";
   AddModel(*app, o->model)->group(kServer);
   AddInteger(*app, "-c,--ctx-size", o->n_ctx, 1, 1 << 28, "context of all slots, tokens")
       ->default_str("llama-server's")

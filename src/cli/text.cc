@@ -7,6 +7,8 @@
 namespace qevict::cli {
 namespace {
 
+constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+
 std::string CsvField(const std::string& text) {
   if (text.find_first_of(",\"\r\n") == std::string::npos) return text;
   std::string quoted = "\"";
@@ -47,7 +49,6 @@ std::string FixedText(double x, int decimals) {
 }
 
 std::string BytesText(uint64_t bytes) {
-  constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
   double value = static_cast<double>(bytes);
   size_t unit = 0;
   while (value >= 1024.0 && unit + 1 < std::size(kUnits)) {
