@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "base/rope.h"
 #include "ggml-backend.h"
 #include "ggml-cpp.h"
 #include "ggml.h"
