@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From a clean clone to the first answer: installs what is missing, builds, fetches a small model, and
-# continues a long text with a fifth of the cache beside the full cache.
+# answers a question about a long text with a fifth of the cache, beside the full cache.
 #
 # Further options go to `qevict run`: scripts/demo.sh --budget 10%
 set -euo pipefail
@@ -18,6 +18,6 @@ cmake --preset release -DQEVICT_BUILD_PLUGIN=ON \
   -DQEVICT_LLAMA_SOURCE="$llama_source" -DQEVICT_LLAMA_BUILD="$llama_build" >/dev/null
 cmake --build --preset release --parallel "$jobs" --target qevict ggml-qevict >&2
 
-step "running: the full cache, then a budget of 20%"
+step "running: a budget of 20%, then the full cache"
 exec build/release/bin/qevict run -m "$model" -f tests/data/dorian_gray.txt -c 8192 -n 256 \
   --budget 20% --compare "$@"
