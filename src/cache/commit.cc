@@ -67,10 +67,10 @@ void KvCache::Impl::EncodeUnit(uint32_t il, const UnitRecord& u, uint8_t* block,
         reinterpret_cast<const uint16_t*>(full + size_t{config.window} * d * 2);
     for (uint32_t t = 0; t < n; ++t) {
       LoadKeyRow(full, config.window, d, t, row);
-      for (uint32_t i = 0; i < d; ++i) k[size_t{t} * d + i] = ToF32(row[i], p.shape.elem_k);
+      ConvertTo32(row, d, p.shape.elem_k, k + size_t{t} * d);
       if (rotated) RopeUnrotate(rope, phases.data() + size_t{t} * rope.n_dims, k + size_t{t} * d);
     }
-    for (size_t i = 0; i < size_t{n} * dv; ++i) v[i] = ToF32(values[i], p.shape.elem_v);
+    ConvertTo32(values, size_t{n} * dv, p.shape.elem_v, v);
     codecs::EncodeKiviAxis(config.bits, config.window, d, dv, n, k, v,
                            block + h * p.packed_head_bytes);
   }

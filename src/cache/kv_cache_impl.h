@@ -25,6 +25,7 @@
 #include "base/half.h"
 #include "base/parallel.h"
 #include "base/rope.h"
+#include "cache/convert.h"
 #include "kernels/attention.h"
 #include "kernels/rope_table.h"
 #include "qevict/cache.h"
@@ -233,7 +234,9 @@ struct KvCache::Impl {
   bool limit_on = false;
   bool routing_all = false;
 
-  std::vector<uint8_t*> write_blocks;  // scratch of Write
+  std::vector<uint8_t*> write_blocks;   // scratch of Write
+  std::vector<UnitRecord*> mass_units;  // scratch of AddMass
+  std::vector<float> mass_scores;
 
   std::unique_ptr<RestoreSession> restore;  // null between restores (restore.cc)
 
@@ -411,6 +414,5 @@ void LoadKeyRow(const uint8_t* block, uint32_t window, uint32_t head_dim, uint32
 /// Layers of one shape share pools.
 bool SameShape(const LayerShape& a, const LayerShape& b);
 uint32_t Checksum(const uint8_t* data, size_t n);
-void ConvertTo16(const float* from, size_t n, Elem elem, uint16_t* to);
 
 }  // namespace qevict

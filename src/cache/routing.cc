@@ -58,25 +58,29 @@ void KvCache::Impl::AddMass(uint32_t il, std::span<const WindowId> ids, const fl
   const uint32_t n_kv_heads = PoolsOf(il).shape.n_kv_heads;
   WindowMasses masses{mass, head_stride, n_kv_heads, std::max(1u, n_heads / n_kv_heads), n_queries};
   if (config.event_scores) masses.repeat = config.EffectiveInterval();
+  mass_units.assign(ids.size(), nullptr);
+  mass_scores.assign(ids.size(), 0.0f);
   size_t at = 0;
-  const std::vector<UnitRecord>* units = nullptr;
   SeqId seq = kNone;
   for (size_t i = 0; i < ids.size(); ++i) {
     if (ids[i] >= windows.size() || !windows[ids[i]].in_use()) continue;
-    const WindowRecord& w = windows[ids[i]];
-    if (w.seq != seq) {
-      seq = w.seq;
-      units = &sequences[seq]->layers[il].units;
+    if (windows[ids[i]].seq != seq) {
+      seq = windows[ids[i]].seq;
       at = 0;
     }
     if (config.event_scores && !sequences[seq]->event_step) continue;
     // ids come in the order of View: the next unit is nearly always the one.
-    UnitRecord* u = at < units->size() && (*units)[at].window == ids[i]
-                        ? const_cast<UnitRecord*>(&(*units)[at])
-                        : FindUnit(seq, il, ids[i]);
+    std::vector<UnitRecord>& units = sequences[seq]->layers[il].units;
+    UnitRecord* u =
+        at < units.size() && units[at].window == ids[i] ? &units[at] : FindUnit(seq, il, ids[i]);
     if (!u) continue;
-    at = static_cast<size_t>(u - units->data()) + 1;
-    u->score = UpdateScore(config, u->score, masses, i);
+    at = static_cast<size_t>(u - units.data()) + 1;
+    mass_units[i] = u;
+    mass_scores[i] = u->score;
+  }
+  UpdateScores(config, masses, mass_scores);
+  for (size_t i = 0; i < ids.size(); ++i) {
+    if (mass_units[i]) mass_units[i]->score = mass_scores[i];
   }
 }
 
@@ -118,7 +122,7 @@ void KvCache::Impl::ScoreByKeyNorm(uint32_t il, UnitRecord& u) const {
   for (uint32_t h = 0; h < p.shape.n_kv_heads; ++h) {
     for (uint32_t t = 0; t < n; ++t) {
       LoadKeyRow(FullSlot(il, u) + h * p.full_head_bytes, config.window, d, t, row);
-      for (uint32_t i = 0; i < d; ++i) key[i] = ToF32(row[i], p.shape.elem_k);
+      ConvertTo32(row, d, p.shape.elem_k, key);
       sum += KeyNormSum(key, 1, d);
     }
   }

@@ -195,7 +195,7 @@ void KvCache::Impl::RotateUnit(uint32_t il, const UnitRecord& u, const int32_t* 
     for (uint32_t h = 0; h < p.shape.n_kv_heads; ++h) {
       uint8_t* block = FullSlot(il, u) + h * p.full_head_bytes;
       LoadKeyRow(block, config.window, p.shape.head_dim, t, row);
-      for (uint32_t i = 0; i < p.shape.head_dim; ++i) key[i] = ToF32(row[i], p.shape.elem_k);
+      ConvertTo32(row, p.shape.head_dim, p.shape.elem_k, key);
       RopeRotate(rope, phases, key);
       ConvertTo16(key, p.shape.head_dim, p.shape.elem_k, row);
       StoreKeyRow(block, config.window, p.shape.head_dim, t, row);

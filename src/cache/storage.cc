@@ -16,33 +16,11 @@ void StoreValueRow(uint8_t* block, uint32_t head_dim_v, uint32_t t, const uint16
   std::memcpy(block + size_t{t} * head_dim_v * 2, row, size_t{head_dim_v} * 2);
 }
 
-/// F32ToF16 without branches, so that compilers turn the loop into vectors. Same results.
-inline uint16_t ToF16Bits(uint32_t x) {
-  const uint32_t sign = (x >> 16) & 0x8000u;
-  const uint32_t a = x & 0x7FFFFFFFu;
-  const uint32_t normal = (a + 0xFFFu + ((a >> 13) & 1u) - 0x38000000u) >> 13;
-  const float scaled = std::bit_cast<float>(a < 0x38800000u ? a : 0u) + 0.5f;
-  const uint32_t small = std::bit_cast<uint32_t>(scaled) - 0x3F000000u;
-  const uint32_t nan = 0x7E00u | ((a >> 13) & 0x3FFu);
-  uint32_t h = a < 0x38800000u ? small : normal;
-  h = a >= 0x477FF000u ? 0x7C00u : h;
-  h = a > 0x7F800000u ? nan : h;
-  return static_cast<uint16_t>(sign | h);
-}
-
 }  // namespace
 
 bool SameShape(const LayerShape& a, const LayerShape& b) {
   return a.n_kv_heads == b.n_kv_heads && a.head_dim == b.head_dim && a.head_dim_v == b.head_dim_v &&
          a.elem_k == b.elem_k && a.elem_v == b.elem_v;
-}
-
-void ConvertTo16(const float* from, size_t n, Elem elem, uint16_t* to) {
-  if (elem == Elem::kF16) {
-    for (size_t i = 0; i < n; ++i) to[i] = ToF16Bits(std::bit_cast<uint32_t>(from[i]));
-  } else {
-    for (size_t i = 0; i < n; ++i) to[i] = F32ToBF16(from[i]);
-  }
 }
 
 void StoreKeyRow(uint8_t* block, uint32_t window, uint32_t head_dim, uint32_t t,
