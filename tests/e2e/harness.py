@@ -184,6 +184,20 @@ def probe(command, timeout=170, env=None, **options):
     return values, done
 
 
+# Largest difference of logits that the reference's own rounding (queries to f16) explains: see `exact.py tiny`.
+NEAR_TIE = 0.01
+
+
+def explain_difference(path, prompt, n, work):
+    """Where the greedy texts of the CPU backend and of the plug-in part, and whether that was a near tie."""
+    file = work / "prompt.txt"
+    file.write_text(prompt, encoding="utf-8")
+    found, _ = probe("greedy", model=path, text=file, generate=n, ctx=4096, config="preset=full")
+    margin = found.get("margin", float("nan"))
+    kind = "near tie" if margin < NEAR_TIE else "DIFFERENT"
+    return f"{kind}: token {int(found.get('equal', -1))}, reference ahead by {margin:.4f}"
+
+
 # --- Judging --------------------------------------------------------------------------------------------------------
 
 

@@ -16,10 +16,6 @@ FULL = "preset=full"
 SQUEEZED = "budget=20%"
 
 
-# Largest difference of logits that the reference's own rounding (queries to f16) explains: see `exact.py tiny`.
-NEAR_TIE = 0.01
-
-
 class Texts:
     """Greedy texts against the CPU backend. Where the reference decides between two tokens that are closer than its own
     rounding, texts may part: that is checked, and another prompt is tried."""
@@ -34,21 +30,13 @@ class Texts:
             ours = harness.complete(path, prompt, n, "-c", 1024, *args, config=FULL, **more)
             ran = self.report.check_run(reference, f"{label}, CPU backend") and self.report.check_run(ours, label)
             same = reference.out == ours.out
-            verdict = "equal" if same else self.explain(path, prompt, n)
+            verdict = "equal" if same else harness.explain_difference(path, prompt, n, self.work)
             self.report.row(label, n, harness.common_prefix(reference.out, ours.out), len(reference.out), f"{ours.seconds:.1f}", verdict)
             if same or not ran:
                 return
             if not self.report.check("near tie" in verdict, f"{label}: the text differs: {verdict}"):
                 return
         self.report.check(False, f"{label}: no prompt without a near tie")
-
-    def explain(self, path, prompt, n):
-        text = self.work / "prompt.txt"
-        text.write_text(prompt, encoding="utf-8")
-        found, _ = harness.probe("greedy", model=path, text=text, generate=n, ctx=1024, config=FULL)
-        margin = found.get("margin", float("nan"))
-        kind = "near tie" if margin < NEAR_TIE else "DIFFERENT"
-        return f"{kind}: token {int(found.get('equal', -1))}, reference ahead by {margin:.4f}"
 
 
 def texts(work):
