@@ -138,12 +138,17 @@ class KvCache {
 
   // --- Routing -------------------------------------------------------------------------------------------------------
   /// Tells that `n` rows of a sequence are about to be appended, decode == one-row generation step. Updates step counters;
-  /// returns true if a routing event is due before the append (call Route for all layers then).
+  /// returns true if a routing event is due before the append (call RouteAll then): at decode step Config::first_event and
+  /// every interval (n rows after decoding has begun, up to 32, are n steps: speculation), when a prompt chunk ends and
+  /// decoding goes on, and whenever the next n rows would not fit the limit.
   bool NoteStep(SeqId seq, uint32_t n, bool decode);
   /// Plans and commits one layer for every sequence that shares the budget with `seq` (its stream if the budget is a
-  /// fraction, all streams if absolute). reserve_tokens: tokens of `seq` that may be appended before the next Route.
+  /// fraction, all streams if absolute). reserve_tokens: tokens of `seq` that may be appended before the next Route; while a
+  /// prompt is read under a limit: rows of a whole chunk (of all sequences), held free once for all layers, not per layer.
+  /// Errors: kResourceExhausted, nothing changed: sinks, recents and reserve exceed the layer's share, or memory is refused.
   Status Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, ParallelFor& pool);
-  /// Route for all layers; counts one event.
+  /// Route for all layers; counts one event. With prefill = full the limit comes into force once every sequence has had its
+  /// first event. On an error the layers before the failing one are routed.
   Status RouteAll(SeqId seq, uint32_t reserve_tokens, ParallelFor& pool);
   /// True when the sequence's prompt must be routed after each chunk (prefill=bounded, or the first event has passed) and
   /// the layer's bytes are beyond its share.
@@ -160,7 +165,8 @@ class KvCache {
   /// K-shift: adds delta[cell] to positions of every live token of all streams (index stream * cells_per_stream + cell).
   /// Windows whose tokens move differently are split. Full keys of a layer are rotated by RotateLayer.
   Status ShiftPositions(std::span<const int32_t> delta);
-  /// Rotates layer il's full-precision keys by the same deltas (call once per layer after ShiftPositions).
+  /// Rotates layer il's full-precision keys by the same deltas (call once per layer after ShiftPositions). Like llama.cpp's
+  /// K-shift it multiplies all keys by RoPE's magnitude once more (YaRN; grids of packed keys are scaled alike).
   void RotateLayer(uint32_t il, std::span<const int32_t> delta, ParallelFor& pool);
 
   /// Rows as 16-bit words for engines that save state: n_kv_heads*head_dim(_v) words. Full rows come out as they are;
@@ -169,7 +175,8 @@ class KvCache {
   void ReadRowV(uint32_t il, uint32_t stream, uint32_t cell, uint16_t* row) const;
   /// Restores rows of consecutive cells (K of every layer before any V). Rows that are neither records nor known
   /// full rows become tokens without positions. Errors: kDataLoss for a record that contradicts itself (its row is then dropped
-  /// and the rest restored), kResourceExhausted.
+  /// and the rest restored), kUnimplemented for a record of a newer version, kFailedPrecondition for rows whose first layer's
+  /// keys have not come, kResourceExhausted if the limit has no room though other sequences gave way.
   Status RestoreRowsK(uint32_t il, uint32_t stream, uint32_t cell0, uint32_t n, const uint16_t* rows);
   Status RestoreRowsV(uint32_t il, uint32_t stream, uint32_t cell0, uint32_t n, const uint16_t* rows);
   /// The rows have all arrived: restored sequences get their order and their tail. Every call that changes the cache does

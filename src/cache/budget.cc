@@ -43,7 +43,8 @@ uint64_t MinimumBudgetBytes(const Config& config, std::span<const LayerShape> la
   uint64_t bytes = sizeof(Sequence);
   uint64_t rope_table = 0;
   for (const LayerShape& l : layers) {
-    rope_table = std::max(rope_table, (64 + 32) * 2 * RoundUp(l.head_dim / 2, 16) * sizeof(float));
+    rope_table =
+        std::max(rope_table, uint64_t{64 + 32} * 2 * RoundUp(l.head_dim / 2, 16) * sizeof(float));
     const uint64_t full =
         l.n_kv_heads * kernels::FullHeadBytes(config.window, l.head_dim, l.head_dim_v);
     const uint64_t packed = l.n_kv_heads * kernels::PackedHeadBytes(config.bits, config.window,

@@ -28,6 +28,7 @@ Status CheckBudget(const Config& config, std::span<const LayerShape> shapes, uin
 std::vector<LayerShape> ShapesOf(const std::vector<LayerState>& layers,
                                  const std::vector<ShapePools>& pools) {
   std::vector<LayerShape> shapes;
+  shapes.reserve(layers.size());
   for (const LayerState& l : layers) shapes.push_back(pools[l.pools].shape);
   return shapes;
 }
@@ -97,6 +98,9 @@ Status KvCache::SetRope(uint32_t il, const RopeParams& rope) {
     if (!s) continue;
     for (const UnitRecord& u : s->layers[il].units) {
       if (!u.has_codes()) continue;
+      const WindowRecord& w = c.windows[u.window];
+      const bool unrotated = !w.has(WindowRecord::kPositional) && w.pos0 == 0;
+      if (unrotated && RopeMagnitude(rope) == 1.0f) continue;  // no RoPE changes what is at 0
       return FailedPrecondition("layer " + std::to_string(il) +
                                 " holds packed keys; its RoPE cannot change now");
     }
@@ -301,7 +305,7 @@ Status KvCache::SetBudgetTokens(uint32_t tokens) {
   const uint32_t before = c.budget_tokens;
   c.budget_tokens = tokens;
   c.config.budget_tokens = tokens;
-  const Status status = CheckBudget(c.config, ShapesOf(c.layers, c.pools), c.DomainBudget());
+  Status status = CheckBudget(c.config, ShapesOf(c.layers, c.pools), c.DomainBudget());
   if (!status.ok()) c.budget_tokens = c.config.budget_tokens = before;
   c.UpdateLimit();
   return status;

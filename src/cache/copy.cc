@@ -55,7 +55,7 @@ void KvCache::Impl::CopySequence(SeqId from, uint32_t stream) {
   const SeqId to = CreateSequence(stream);
   Sequence& src = *sequences[from];
   Sequence& dst = *sequences[to];
-  static_cast<SequenceFacts&>(dst) = src;
+  dst.facts() = src.facts();
   const std::vector<WindowId> src_windows = src.windows;
   for (const WindowId id : src_windows) {
     const WindowId copy = NewWindow(to, 0, true, false);

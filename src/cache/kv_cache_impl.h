@@ -175,6 +175,8 @@ struct Sequence : SequenceFacts {
   std::vector<WindowId> windows;
   std::vector<LayerSeq> layers;
   TokenRef tail;
+
+  SequenceFacts& facts() { return *this; }
 };
 
 struct Stream {

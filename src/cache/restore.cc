@@ -33,7 +33,7 @@ void KvCache::Impl::BeginRestore(uint32_t il, uint32_t stream, bool is_k) {
     restore->first_layer = il;
     restore->seq = CreateSequence(stream);
     sequences[restore->seq]->prompt_phase = false;
-  } else if (restore && (!is_k || il != restore->first_layer)) {
+  } else if (restore && !is_k) {
     restore->filling = true;
   }
 }

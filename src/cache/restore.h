@@ -22,7 +22,7 @@ struct RestoredUnit {
 struct RestoreSession {
   uint32_t stream = 0;
   uint32_t first_layer = 0;
-  bool filling = false;                              // rows of other layers or of V have come
+  bool filling = false;                              // V has begun: the next K is another restore
   SeqId seq = kNone;                                 // made with the first token
   std::unordered_map<uint64_t, WindowId> windows;    // source << 32 | saved birth
   std::unordered_map<uint64_t, RestoredUnit> units;  // layer << 32 | window

@@ -206,7 +206,7 @@ Status KvCache::Impl::Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, Par
   for (const SeqPlan& p : plans) n_candidates += p.candidates.size();
   std::vector<UnitMove> moves;
   for (const SeqPlan& p : plans) {
-    if (p.candidates.empty()) continue;
+    if (p.candidates.empty() || n_candidates == 0) continue;
     const uint64_t history =
         (*share - mandatory) / n_candidates * p.candidates.size() +
         (*share - mandatory) % n_candidates * p.candidates.size() / n_candidates;

@@ -214,9 +214,9 @@ void KvCache::Impl::ScaleKeyGrid(uint32_t il, const UnitRecord& u, float factor)
     for (const size_t grid : {at.k_scale, at.k_zero}) {
       for (uint32_t i = rope.offset; i < rope.offset + rope.n_dims; ++i) {
         uint16_t word;
-        std::memcpy(&word, block + grid + 2 * i, 2);
+        std::memcpy(&word, block + grid + size_t{2} * i, 2);
         word = F32ToF16(F16ToF32(word) * factor);
-        std::memcpy(block + grid + 2 * i, &word, 2);
+        std::memcpy(block + grid + size_t{2} * i, &word, 2);
       }
     }
   }
