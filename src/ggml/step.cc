@@ -67,6 +67,7 @@ Status CacheGroup::BeginStep(const ggml_tensor* op, const ggml_cgraph* graph, Om
     }
   }
   QEVICT_RETURN_IF_ERROR(InferSequences());
+  DropOverwritten();
   QEVICT_RETURN_IF_ERROR(RouteDue(pool));
   QEVICT_RETURN_IF_ERROR(cache_->Append(tokens_, refs_));
   step_open_ = true;
@@ -114,6 +115,15 @@ void CacheGroup::ReadMask(const ggml_tensor* flash_attn) {
 void CacheGroup::DropCellsBeyond(uint32_t stream, uint32_t n_kv) {
   for (uint32_t cell = n_kv; cell < highest_cell_[stream]; ++cell) cache_->Kill(stream, cell);
   highest_cell_[stream] = std::min(highest_cell_[stream], n_kv);
+}
+
+// Tokens of other sequences whose cells this step takes over have been removed by the host without a word: they must not
+// count against the step, nor keep the limit of their sequence in force.
+void CacheGroup::DropOverwritten() {
+  for (size_t i = 0; i < tokens_.size(); ++i) {
+    const TokenRef held = cache_->lookup(token_stream_[i], tokens_[i].cell);
+    if (held.window != kNone && cache_->info(held.window).seq != tokens_[i].seq) cache_->Kill(token_stream_[i], tokens_[i].cell);
+  }
 }
 
 // --- Sequences ---------------------------------------------------------------------------------------------------------
