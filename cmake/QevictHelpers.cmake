@@ -114,6 +114,9 @@ function(qevict_test_properties name)
   endif()
   if(NOT arg_TIMEOUT)
     set(arg_TIMEOUT 300)
+    if(CMAKE_CROSSCOMPILING)  # an emulator runs the tests
+      set(arg_TIMEOUT 1800)
+    endif()
   endif()
   set(environment
     "QEVICT_SOURCE_DIR=${PROJECT_SOURCE_DIR}"

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Runs every test on a clean clone: scripts/test.sh [stage...]
 #
-# Stages, all by default and in this order:
+# Stages, in this order; without arguments: core, sanitizers and plugin. `all` stands for every one.
 #   core        release build without llama.cpp: unit tests, layers, installed package
 #   sanitizers  unit tests under asan and ubsan, parallel tests under tsan
 #   aarch64     unit tests cross compiled and run under qemu (on x86-64)
 #   fuzz        each fuzz target for QEVICT_FUZZ_SECONDS (60)
-#   plugin      llama.cpp, the plug-in and the command; tests with tiny models
-#   model       tests with the real models
+#   plugin      llama.cpp, the plug-in and the command: their own tests
+#   e2e         llama.cpp's unmodified programs with the plug-in and tiny models (about 20 minutes)
+#   model       the same with the real models (about 30 minutes)
 # Everything fetched or built outside this folder is kept in QEVICT_CACHE_DIR (~/.cache/qevict).
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
@@ -94,7 +95,12 @@ build_with_llama() {
 # Tests of these two stages use every core themselves, so they run one after another.
 stage_plugin() {
   build_with_llama
-  run_tests build/release plugin -L '^plugin$' -LE '^model$'
+  run_tests build/release plugin -L '^plugin$' -LE '^model$' -E '^e2e_'
+}
+
+stage_e2e() {
+  build_with_llama
+  run_tests build/release e2e -L '^plugin$' -LE '^model$' -R '^e2e_'
 }
 
 stage_model() {
@@ -102,9 +108,10 @@ stage_model() {
   run_tests build/release model -L '^model$'
 }
 
-all=(core sanitizers aarch64 fuzz plugin model)
+all=(core sanitizers aarch64 fuzz plugin e2e model)
 stages=("$@")
-[ "$#" -gt 0 ] || stages=("${all[@]}")
+[ "$#" -gt 0 ] || stages=(core sanitizers plugin)
+[ "$*" != all ] || stages=("${all[@]}")
 for stage in "${stages[@]}"; do
   [[ " ${all[*]} " = *" $stage "* ]] || die "no stage $stage; there are ${all[*]}"
 done
