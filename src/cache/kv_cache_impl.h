@@ -92,8 +92,10 @@ struct SlotOwner {
   uint32_t layer;
 };
 
-/// Bytes of records that every unit costs beside its slot: unit, owner, and two growth steps.
-inline constexpr uint64_t kRecordBytes = sizeof(UnitRecord) + sizeof(SlotOwner) + 3;
+/// Bytes of records that a unit and each of its slots cost, two growth steps (1/8) included.
+inline constexpr uint64_t kUnitBytes = sizeof(UnitRecord) + sizeof(UnitRecord) / 8;
+inline constexpr uint64_t kOwnerBytes = sizeof(SlotOwner) + sizeof(SlotOwner) / 8;
+inline constexpr uint64_t kRecordBytes = kUnitBytes + kOwnerBytes;
 
 struct WindowRecord {
   static constexpr uint8_t kSink = 1;
@@ -165,6 +167,7 @@ struct SequenceFacts {
   bool decoded = false;      // a decode step has been noted
   bool first_event = false;  // all layers have been routed once
   bool event_step = false;   // the step in progress is an event
+  bool chain = true;         // every token was appended behind the one before it
 
   bool empty() const { return live + evicted == 0; }
 };
@@ -255,6 +258,7 @@ struct KvCache::Impl {
   }
   Status Write(uint32_t il, std::span<const TokenRef> refs, const float* rows, size_t row_stride,
                bool is_k, ParallelFor& pool);
+  Status GrowPool(SlotPool& pool, size_t n_slots);
   Status CreateUnits(uint32_t il, std::span<const TokenRef> refs);
   void RemoveFullSlot(uint32_t il, UnitRecord& u);
   void RemovePackedSlot(uint32_t il, UnitRecord& u);

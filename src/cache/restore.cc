@@ -33,6 +33,7 @@ void KvCache::Impl::BeginRestore(uint32_t il, uint32_t stream, bool is_k) {
     restore->first_layer = il;
     restore->seq = CreateSequence(stream);
     sequences[restore->seq]->prompt_phase = false;
+    sequences[restore->seq]->chain = n_streams > 1;
   } else if (restore && !is_k) {
     restore->filling = true;
   }
@@ -301,8 +302,7 @@ Status KvCache::Impl::CreatePackedUnit(uint32_t il, WindowId id, float score) {
   LayerSeq& ls = sequences[windows[id].seq]->layers[il];
   GrowTight(pool.owners, pool.used() + 1);
   GrowUnits(ls, ls.units.size() + 1);
-  UpdateLimit();
-  if (Status grown = pool.region->Resize(pool.used() + 1); !grown.ok()) {
+  if (Status grown = GrowPool(pool, pool.used() + 1); !grown.ok()) {
     TrimUnits(ls);
     TrimTight(pool.owners);
     UpdateLimit();

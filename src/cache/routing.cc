@@ -86,10 +86,10 @@ void KvCache::Impl::AddMass(uint32_t il, std::span<const WindowId> ids, const fl
 
 uint64_t KvCache::Impl::UnitBytes(uint32_t il, const UnitRecord& u) const {
   const ShapePools& p = PoolsOf(il);
-  uint64_t bytes = sizeof(UnitRecord) + 1;
-  if (u.has_full()) bytes += p.full_bytes() + sizeof(SlotOwner) + 1;
+  uint64_t bytes = kUnitBytes;
+  if (u.has_full()) bytes += p.full_bytes() + kOwnerBytes;
   if (u.has_codes() && (config.charge_dormant || !u.has_full())) {
-    bytes += p.packed_bytes() + sizeof(SlotOwner) + 1;
+    bytes += p.packed_bytes() + kOwnerBytes;
   }
   return bytes;
 }

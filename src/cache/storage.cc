@@ -158,6 +158,17 @@ void KvCache::Impl::TrimPools() {
   }
 }
 
+/// More slots within the limit, after the tables have grown for them.
+Status KvCache::Impl::GrowPool(SlotPool& pool, size_t n_slots) {
+  UpdateLimit();
+  if (LimitInForce() && HeldBytes() > Limit()) {
+    return ResourceExhausted("records need " + std::to_string(HeldBytes() - Limit()) +
+                             " bytes more than the budget of " + std::to_string(Limit()) +
+                             " bytes");
+  }
+  return pool.region->Resize(n_slots);
+}
+
 /// Makes the units of `refs` that the layer lacks. All or nothing.
 Status KvCache::Impl::CreateUnits(uint32_t il, std::span<const TokenRef> refs) {
   std::vector<WindowId> fresh;
@@ -185,8 +196,7 @@ Status KvCache::Impl::CreateUnits(uint32_t il, std::span<const TokenRef> refs) {
     LayerSeq& ls = sequences[windows[w].seq]->layers[il];
     GrowUnits(ls, ls.units.size() + fresh.size());
   }
-  UpdateLimit();
-  if (Status grown = pool.region->Resize(first + fresh.size()); !grown.ok()) {
+  if (Status grown = GrowPool(pool, first + fresh.size()); !grown.ok()) {
     for (const WindowId w : fresh) TrimUnits(sequences[windows[w].seq]->layers[il]);
     TrimTight(pool.owners);
     UpdateLimit();

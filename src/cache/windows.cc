@@ -103,10 +103,11 @@ Status KvCache::Impl::CheckAppend(std::span<const TokenSpec> tokens) {
 /// True if writing `t` over its sequence's own token `held` takes the sequence back to there. A
 /// ring of cells (sliding window) overwrites tokens too, but older ones: their positions lie before
 /// t.pos. Without positions only the first token of a step can take back, and only as far as
-/// speculation goes.
+/// speculation goes. What was restored into a shared stream may belong to several sequences of the
+/// host: there a token says nothing about those behind it.
 bool KvCache::Impl::TakesBack(const TokenSpec& t, TokenRef held, bool first_of_step) const {
   const WindowRecord& w = windows[held.window];
-  if (w.seq != t.seq) return false;
+  if (w.seq != t.seq || !sequences[t.seq]->chain) return false;
   if (t.positional && w.has(WindowRecord::kPositional)) return PosOf(w, held.offset) >= t.pos;
   if (!first_of_step) return false;
   const std::vector<WindowId>& ids = sequences[t.seq]->windows;
