@@ -129,7 +129,7 @@ void CacheGroup::ObserveRows(const ggml_tensor* set_rows) {
   const ggml_tensor* root = Root(set_rows);
   const int il = FindLayer(root);
   if (il < 0 || layers_[static_cast<size_t>(il)].k != root || layers_[static_cast<size_t>(il)].rope_known) return;
-  const ggml_tensor* rope = FindRope(set_rows->src[0]);
+  const ggml_tensor* rope = FindRopeBehind(set_rows->src[0]);
   if (rope && rope->src[2] && !rope->src[2]->data) return;  // frequency factors are not loaded yet
   layers_[static_cast<size_t>(il)].rope_known = true;
   if (rope) layers_[static_cast<size_t>(il)].rope = ReadRope(rope);
@@ -230,6 +230,9 @@ Status CacheGroup::ShiftRope(const ggml_tensor* op, OmpPool& pool) {
   const int il = FindLayer(Root(op));
   if (il < 0 || layers_[static_cast<size_t>(il)].v == Root(op)) return Unimplemented("RoPE over cached values is not supported");
   QEVICT_RETURN_IF_ERROR(EnsureCache());
+  if (layers_[static_cast<size_t>(il)].rope.pairing == RopePairing::kNone) {
+    return Unimplemented(std::string("the keys of ") + Root(op)->name + " cannot be moved: what rotated them is not understood");
+  }
   if (shifted_.empty() || std::find(shifted_.begin(), shifted_.end(), Root(op)) != shifted_.end()) {
     const auto* delta = static_cast<const int32_t*>(op->src[1]->data);
     shift_.assign(delta, delta + op->src[1]->ne[0]);

@@ -32,7 +32,6 @@ struct LayerBinding {
   uint32_t first_cache_layer = 0, n_parts = 1;  ///< in the KvCache: one layer, or under per_head one per kv head
   bool rope_known = false;  ///< rope says how rows are rotated, kNone included
   RopeParams rope;
-  RopeParams shift_rope;    ///< of the host's K-shift over the layer, if it has been seen
 };
 
 /// Rows of one sequence (or of one set of sequences) inside the current step, which attend to the same windows.
@@ -60,8 +59,6 @@ class CacheGroup {
   void Observe(const ggml_tensor* flash_attn);
   /// Learns the RoPE of a layer from a write of its keys. State may be restored before the first step, and is packed by it.
   void ObserveRows(const ggml_tensor* set_rows);
-  /// Learns the RoPE of a layer from a K-shift, for layers whose keys have been through more than a RoPE when they arrive.
-  void ObserveShift(const ggml_tensor* rope);
   bool Owns(const ggml_tensor* root) const { return FindLayer(root) >= 0; }
 
   /// The thread-count callback: the next write begins a step.

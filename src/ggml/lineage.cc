@@ -38,6 +38,27 @@ const ggml_tensor* FindRope(const ggml_tensor* rows) {
   return nullptr;
 }
 
+const ggml_tensor* FindRopeBehind(const ggml_tensor* rows) {
+  const ggml_tensor* t = rows;
+  for (int depth = 0; t && depth < 32; ++depth) {
+    if (const ggml_tensor* rope = FindRope(t)) return rope;
+    switch (t->op) {
+      case GGML_OP_VIEW: t = t->src[0] ? t->src[0] : t->view_src; break;
+      case GGML_OP_RESHAPE:
+      case GGML_OP_CONT:
+      case GGML_OP_NORM:
+      case GGML_OP_RMS_NORM:
+      case GGML_OP_L2_NORM:
+      case GGML_OP_SCALE:
+      case GGML_OP_CLAMP:
+      case GGML_OP_ADD:
+      case GGML_OP_MUL: t = t->src[0]; break;
+      default: return nullptr;
+    }
+  }
+  return nullptr;
+}
+
 namespace {
 
 float ParamF32(const ggml_tensor* t, int i) {

@@ -24,6 +24,10 @@ inline ggml_tensor* Root(ggml_tensor* t) { return t->view_src ? t->view_src : t;
 /// The ROPE op whose output the rows are, seen through views and reshapes only; null if anything else intervenes.
 const ggml_tensor* FindRope(const ggml_tensor* rows);
 
+/// The same with normalisation, scaling and biases in between (Llama 4, Hunyuan). Positions are not read from it, so such keys are
+/// coded as they are, but a K-shift rotates them further by this RoPE.
+const ggml_tensor* FindRopeBehind(const ggml_tensor* rows);
+
 /// Constants of a ROPE op. Vision RoPE and unknown modes give RopePairing::kNone (keys are then coded as they are).
 RopeParams ReadRope(const ggml_tensor* rope);
 

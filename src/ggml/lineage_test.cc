@@ -65,6 +65,21 @@ TEST_F(GraphTest, RopeIsNotFoundBehindOtherOperations) {
   EXPECT_EQ(FindRope(ggml_add(ctx_.get(), Rope(Rows()), Rows())), nullptr);
 }
 
+TEST_F(GraphTest, RopeBehindOtherOperations) {
+  ggml_tensor* rope = Rope(Rows());
+  ggml_tensor* normed = ggml_mul(ctx_.get(), ggml_rms_norm(ctx_.get(), rope, 1e-6f),
+                                 ggml_new_tensor_1d(ctx_.get(), GGML_TYPE_F32, 64));
+  EXPECT_EQ(FindRopeBehind(rope), rope);
+  EXPECT_EQ(FindRopeBehind(normed), rope);
+  EXPECT_EQ(FindRopeBehind(ggml_view_2d(ctx_.get(), normed, 128, 3, normed->nb[2], 0)), rope);
+  EXPECT_EQ(FindRopeBehind(ggml_scale(ctx_.get(), rope, 2.0f)), rope);
+  EXPECT_EQ(FindRopeBehind(Rows()), nullptr);
+  EXPECT_EQ(FindRopeBehind(ggml_rms_norm(ctx_.get(), Rows(), 1e-6f)), nullptr);
+  // What a projection is made of is not the rows' own lineage.
+  ggml_tensor* weight = ggml_new_tensor_2d(ctx_.get(), GGML_TYPE_F32, 64, 64);
+  EXPECT_EQ(FindRopeBehind(ggml_mul_mat(ctx_.get(), weight, rope)), nullptr);
+}
+
 TEST_F(GraphTest, ConstantsAreRead) {
   const RopeParams p = ReadRope(Rope(Rows()));
   EXPECT_EQ(p.pairing, RopePairing::kHalves);

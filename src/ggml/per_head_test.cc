@@ -1,7 +1,9 @@
 // per_head: every kv head is a layer of its own in the KvCache and keeps windows of its own.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "ggml/testing/held.h"
+#include "ggml/testing/state.h"
 
 namespace qevict::plugin::testing {
 namespace {
@@ -35,6 +37,32 @@ TEST(PerHeadTest, AttentionIsWhatIsHeld) {
     ExpectHeld(RunHeld(twin, TokensOf(0, pos, 1)), "decode");
   }
   EXPECT_GT(twin.ours.stats().evicted_tokens, 0u);
+}
+
+// Heads arrive as columns of the same rows, and rows in slices.
+TEST(PerHeadTest, StateSurvives) {
+  for (const size_t slice : {0u, 1000u, 77u}) {
+    Twin twin(TwoHeads(), "preset=qevict,budget=30%,per_head=true,recents=16,check=1");
+    RunHeld(twin, TokensOf(0, 0, 250), false);
+    for (int32_t pos = 250; pos < 270; ++pos) RunHeld(twin, TokensOf(0, pos, 1), false);
+    std::vector<HeldRows> before;
+    for (uint32_t part = 0; part < 2; ++part) before.push_back(ReadHeld(twin.ours, 0, 0, part));
+    for (uint32_t part = 0; part < 3; ++part) before.push_back(ReadHeld(twin.ours, 1, 0, part));
+    const SavedState saved = Save(twin.ours, 0, 0, 270, slice);
+    twin.ours.Clear();
+    Restore(twin.ours, 0, 0, saved, slice);
+    twin.ours.cache()->FinishRestore();
+    EXPECT_THAT(twin.ours.cache()->Validate(), ::testing::IsEmpty());
+    for (uint32_t i = 0; i < 5; ++i) {
+      const HeldRows after = ReadHeld(twin.ours, i < 2 ? 0 : 1, 0, i < 2 ? i : i - 2);
+      EXPECT_EQ(after.n_packed, before[i].n_packed) << "slices of " << slice << ", part " << i;
+      EXPECT_EQ(after.rows.k, before[i].rows.k) << "slices of " << slice << ", part " << i;
+      EXPECT_EQ(after.rows.v, before[i].rows.v) << "slices of " << slice << ", part " << i;
+    }
+    for (int32_t pos = 270; pos < 290; ++pos) {
+      ExpectHeld(RunHeld(twin, TokensOf(0, pos, 1)), "decode after a restore");
+    }
+  }
 }
 
 // Queries of the first kv head look at tokens 160...199, those of the second at 220...259.

@@ -229,6 +229,25 @@ TEST(ShiftOfSequencesTest, TwiceWithoutAnnouncement) {
   ExpectExact(twin.Step(TokensOf(0, 62, 1)), "two shifts");
 }
 
+// Keys that have been through more than a RoPE come without positions; K-shift moves them all the
+// same.
+TEST(ShiftOfNormedKeysTest, MovesThem) {
+  CacheSpec spec;
+  spec.layers.resize(2);
+  for (LayerSpec& layer : spec.layers) layer.norm_after_rope = true;
+  Twin twin(spec);
+  twin.Step(TokensOf(0, 0, 100));
+  ExpectPositionsOfCells(twin, false);
+  for (int i = 0; i < 2; ++i) {
+    const int32_t last = twin.cells.last_pos(0);
+    twin.cells.Remove(0, 4, 34);
+    twin.cells.Shift(0, 34, -1, -30);
+    ASSERT_EQ(twin.Shift(), GGML_STATUS_SUCCESS);
+    ExpectExact(twin.Step(TokensOf(0, last - 29, 1)), "normed keys after a shift");
+    ExpectExact(twin.Step(TokensOf(0, last - 28, 20)), "chunk after a shift of normed keys");
+  }
+}
+
 // Self-extend divides positions: neighbours come to share one.
 TEST(ShiftOfSequencesTest, ByDifferentAmountsPerToken) {
   Twin twin(CacheSpec{});

@@ -14,6 +14,7 @@
 namespace qevict::plugin::testing {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
@@ -225,13 +226,33 @@ TEST(TwoCachesTest, ShareAnAbsoluteBudget) {
   EXPECT_GT(twin.ours.stats().packed_tokens, 0u);
 }
 
+// Host options can leave layers in ordinary memory: the first graph says so, once.
 TEST(CoverageTest, SaysWhatStaysUncompressed) {
-  const LogCapture log;
-  CacheSpec spec = Spec();
-  spec.layers.erase(spec.layers.begin());
-  Twin twin(spec);
-  twin.Step(TokensOf(0, 0, 10));
-  EXPECT_THAT(log.warnings(), IsEmpty());
+  for (const int first_layer : {-1, 0, 3}) {
+    const LogCapture log;
+    ggml_backend_reg_t reg = qevict_backend_reg();
+    ggml_backend_ptr backend(ggml_backend_dev_init(ggml_backend_reg_dev_get(reg, 0), nullptr));
+    ggml_context_ptr ctx = MakeContext(2, false);
+    ggml_backend_buffer_ptr buffer;
+    if (first_layer >= 0) {
+      for (const char* kind : {"k", "v"}) {
+        ggml_tensor* t = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F16, 64, 256, 1);
+        ggml_format_name(t, "cache_%s_l%d", kind, first_layer);
+      }
+      buffer.reset(ggml_backend_alloc_ctx_tensors(ctx.get(), backend.get()));
+      ASSERT_NE(buffer, nullptr);
+    }
+    auto* set_n_threads = reinterpret_cast<ggml_backend_set_n_threads_t>(
+        ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads"));
+    for (int graph = 0; graph < 3; ++graph) set_n_threads(backend.get(), 2);
+    if (first_layer < 0) {
+      EXPECT_THAT(log.warnings(), ElementsAre(HasSubstr("-nkvo")));
+    } else if (first_layer == 0) {
+      EXPECT_THAT(log.warnings(), IsEmpty());
+    } else {
+      EXPECT_THAT(log.warnings(), ElementsAre(HasSubstr("layers 0...2")));
+    }
+  }
 }
 
 }  // namespace

@@ -42,9 +42,10 @@ struct LayerSpec {
   RopeSpec rope;
   bool sinks = false;
   float softcap = 0.0f, max_bias = 0.0f;
-  bool fused_qkv = false;  ///< q, k and v are views of one tensor
-  int shares = -1;         ///< >= 0: has no cache of its own, attends over that layer's
-  bool swa = false;        ///< lives in the second cache (llama_kv_cache_iswa)
+  bool fused_qkv = false;        ///< q, k and v are views of one tensor
+  int shares = -1;               ///< >= 0: has no cache of its own, attends over that layer's
+  bool norm_after_rope = false;  ///< keys are normalised after RoPE (Llama 4, Hunyuan)
+  bool swa = false;              ///< lives in the second cache (llama_kv_cache_iswa)
   uint32_t n_heads() const { return n_kv_heads * n_gqa; }
 };
 

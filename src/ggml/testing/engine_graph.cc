@@ -110,6 +110,7 @@ void Engine::BuildLayer(uint32_t il, const StepInput& in, const GraphKind& kind)
   nodes.q_rot = Rope(layer, il, nodes.q);
   ggml_set_output(nodes.q_rot);
   ggml_tensor* k_rot = Rope(layer, il, nodes.k);
+  if (layer.norm_after_rope) k_rot = ggml_rms_norm(ctx, k_rot, 1e-6f);
   ggml_build_forward_expand(graph_, nodes.q_rot);
   ggml_build_forward_expand(graph_, nodes.v);
   ggml_build_forward_expand(graph_, k_rot);
