@@ -54,10 +54,12 @@ def texts(work):
 
 def squeezed(_work):
     report = Report(f"tiny models at {SQUEEZED} of 4096 cells, 3500 characters and 128 tokens, validator on")
+    # A ring for a sliding window is small: tables of one or two layers would take most of a fifth of it.
+    sliding = {name: "budget=60%" for name in ("gemma2-hd256", "gemma3-hd64", "gpt-oss-hd64", "mimo2-k96-v64")}
     report.header("model", "plug-in", widths=(18, 100))
     for name in harness.tiny_names():
-        done = harness.complete(harness.tiny(name), harness.text(3500), 128, "-c", 4096, "-lv", 4, config=SQUEEZED,
-                                env={"QEVICT_CHECK": "1"})
+        done = harness.complete(harness.tiny(name), harness.text(3500), 128, "-c", 4096, "-lv", 4,
+                                config=sliding.get(name, SQUEEZED), env={"QEVICT_CHECK": "1"})
         report.check_run(done, name)
         said = [s for s in done.sentences() if "KV cache of" in s]
         report.check(said, f"{name}: the plug-in does not say what it holds")
@@ -78,7 +80,7 @@ class Programs:
         return done, ok
 
     def bench(self, config):
-        for label, args in (("llama-bench", ("-p", 512, "-n", 0, "-pg", "512,16", "-r", 2)),
+        for label, args in (("llama-bench", ("-p", 1024, "-n", 0, "-pg", "1024,16", "-r", 2)),
                             (f"llama-bench -d {self.n_depth} -r 3", ("-p", 64, "-n", 16, "-d", self.n_depth, "-r", 3))):
             done, _ = self.run(label, "llama-bench", "-m", self.model, *args, "-o", "csv", config=config, until=None)
             self.rate(label, config, done, 2)
