@@ -2,7 +2,8 @@
 //
 // Per chunk of raw text: the full cache reads the prompt and is fed the scored tokens; then each
 // compressed cache does the same, and its logits are compared with the reference's, position by
-// position. The prompt is compressed before the first scored token, as in generation. A step of R
+// position. The prompt is compressed before the first scored token, as in generation; until then
+// it is the same under every budget, so it is read once and restored. A step of R
 // tokens gives the same logits as single tokens as long as decisions are R tokens apart or more:
 // tiers change only between steps.
 #include <cstdio>
@@ -68,6 +69,19 @@ Result<std::vector<Contender>> MakeContenders(const KldOptions& o, const Config&
   return contenders;
 }
 
+/// True if the prompt is held alike whatever the budget is: it is compressed when it has been read.
+bool SharesPrompt(const Contender& c) {
+  return c.config && c.config->EffectivePrefill() == Prefill::kFull;
+}
+
+/// The configuration that a prompt is read with, as far as what is held of it depends on it.
+std::string PromptKey(const Contender& c) {
+  Config config = *c.config;
+  config.budget_fraction = 1.0;
+  config.budget_bytes = 0;
+  return ToText(config);
+}
+
 /// Logits of the scored positions of one chunk.
 class Logits {
  public:
@@ -131,7 +145,15 @@ class KldRun {
  private:
   size_t ChunkTokens() const { return static_cast<size_t>(o_.n_prompt + o_.n_score); }
   uint64_t TotalTokens() const {
-    return static_cast<uint64_t>(o_.n_chunks) * ChunkTokens() * (contenders_.size() + 1);
+    const auto n_prompt = static_cast<uint64_t>(o_.n_prompt);
+    uint64_t per_chunk = ChunkTokens() * (contenders_.size() + 1);
+    for (size_t i = 1; i < contenders_.size(); ++i) {
+      const Contender &before = contenders_[i - 1], &c = contenders_[i];
+      if (SharesPrompt(before) && SharesPrompt(c) && PromptKey(before) == PromptKey(c)) {
+        per_chunk -= n_prompt;
+      }
+    }
+    return static_cast<uint64_t>(o_.n_chunks) * per_chunk;
   }
 
   /// Whether every cache can be made, before hours have gone by.
@@ -148,19 +170,38 @@ class KldRun {
     return {};
   }
 
-  /// Prompt and scored tokens through a context; on_row(position, logits) for each scored one.
-  template <typename F>
-  Status Feed(Context& context, const Model& model, std::span<const llama_token> chunk,
-              const F& on_row) {
+  Status ReadPrompt(Context& context, std::span<const llama_token> chunk) {
     QEVICT_RETURN_IF_ERROR(context.SetPhase(QEVICT_PHASE_PROMPT));
-    const auto n_prompt = static_cast<size_t>(o_.n_prompt), end = ChunkTokens();
+    const auto n_prompt = static_cast<size_t>(o_.n_prompt);
     for (size_t at = 0; at < n_prompt;) {
       const size_t n = std::min<size_t>(options_.n_batch, n_prompt - at);
       QEVICT_RETURN_IF_ERROR(context.Decode(chunk.subspan(at, n), 0));
       at += n;
       Advance(n);
     }
+    return {};
+  }
+
+  /// The same, from what the contender before has read if that is the same.
+  Status ReadOrRestorePrompt(const Contender& c, Context& context,
+                             std::span<const llama_token> chunk) {
+    if (!SharesPrompt(c)) return ReadPrompt(context, chunk);
+    const std::string key = PromptKey(c);
+    if (prompt_.key == key)
+      return context.Restore(prompt_.state, static_cast<uint32_t>(o_.n_prompt));
+    QEVICT_RETURN_IF_ERROR(ReadPrompt(context, chunk));
+    Result<std::vector<uint8_t>> state = context.Save();
+    if (!state.ok()) return state.status();
+    prompt_ = {key, std::move(*state)};
+    return {};
+  }
+
+  /// The scored tokens; on_row(position, logits) for each.
+  template <typename F>
+  Status Score(Context& context, const Model& model, std::span<const llama_token> chunk,
+               const F& on_row) {
     QEVICT_RETURN_IF_ERROR(context.SetPhase(QEVICT_PHASE_DECODE));
+    const auto n_prompt = static_cast<size_t>(o_.n_prompt), end = ChunkTokens();
     for (size_t at = n_prompt; at < end;) {
       const size_t n = std::min<size_t>(n_step_, end - at);
       QEVICT_RETURN_IF_ERROR(context.Decode(chunk.subspan(at, n), static_cast<uint32_t>(n)));
@@ -191,10 +232,12 @@ class KldRun {
       options.flash_attention = o_.reference == "fa";
       auto context = Context::Create(cpu, options);
       if (!context.ok()) return context.status();
-      QEVICT_RETURN_IF_ERROR(Feed(*context, cpu, chunk, [&](size_t i, std::span<const float> row) {
+      QEVICT_RETURN_IF_ERROR(ReadPrompt(*context, chunk));
+      QEVICT_RETURN_IF_ERROR(Score(*context, cpu, chunk, [&](size_t i, std::span<const float> row) {
         std::copy(row.begin(), row.end(), reference.Row(i).begin());
       }));
     }
+    prompt_ = {};
     for (Contender& c : contenders_) {
       progress_->SetWhat(where + ", " + c.policy + (c.budget.empty() ? "" : " ") + c.budget);
       QEVICT_RETURN_IF_ERROR(RunContender(c, c.config ? ours : cpu, index, chunk, reference));
@@ -211,7 +254,8 @@ class KldRun {
     if (!context.ok()) return context.status();
     std::vector<Position> positions;
     const auto n_prompt = static_cast<size_t>(o_.n_prompt);
-    QEVICT_RETURN_IF_ERROR(Feed(*context, model, chunk, [&](size_t i, std::span<const float> row) {
+    QEVICT_RETURN_IF_ERROR(ReadOrRestorePrompt(c, *context, chunk));
+    QEVICT_RETURN_IF_ERROR(Score(*context, model, chunk, [&](size_t i, std::span<const float> row) {
       positions.push_back(ComparePosition(reference.Row(i), row, chunk[n_prompt + i + 1]));
     }));
     qevict_stats stats{};
@@ -350,6 +394,10 @@ class KldRun {
   ContextOptions options_;
   std::optional<Progress> progress_;
   uint64_t n_done_ = 0;
+  struct {
+    std::string key;
+    std::vector<uint8_t> state;
+  } prompt_;  // of the current chunk, as the contender before left it
 };
 
 /// Tokens per step; tiers must not be due to change inside one.

@@ -218,6 +218,24 @@ const float* Context::Logits(uint32_t i) const {
                               static_cast<int32_t>(i) - static_cast<int32_t>(n_outputs_));
 }
 
+Result<std::vector<uint8_t>> Context::Save() const {
+  ForgetErrors();
+  std::vector<uint8_t> bytes(llama_state_seq_get_size(context_.get(), 0));
+  const size_t n = llama_state_seq_get_data(context_.get(), bytes.data(), bytes.size(), 0);
+  if (n == 0) return CacheFailure(StatusCode::kInternal, "saving the prompt failed");
+  bytes.resize(n);
+  return bytes;
+}
+
+Status Context::Restore(std::span<const uint8_t> saved, uint32_t n_past) {
+  ForgetErrors();
+  if (llama_state_seq_set_data(context_.get(), saved.data(), saved.size(), 0) != saved.size()) {
+    return CacheFailure(StatusCode::kInternal, "restoring the prompt failed");
+  }
+  n_past_ = n_past;
+  return {};
+}
+
 Status Context::SetPhase(qevict_phase phase) {
   if (session_ == 0 || qevict_set_phase(session_, phase) == 0) return {};
   return Internal(qevict_last_error());

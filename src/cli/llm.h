@@ -77,6 +77,12 @@ class Context {
   const float* Logits(uint32_t i) const;
   uint32_t n_past() const { return n_past_; }
 
+  /// What is held of the tokens so far, as bytes. In this process they restore everything,
+  /// scores included, as long as no window has been packed or evicted.
+  Result<std::vector<uint8_t>> Save() const;
+  /// Puts `n_past` saved tokens into this empty context. Errors: kInternal with the reason.
+  Status Restore(std::span<const uint8_t> saved, uint32_t n_past);
+
   /// What the next tokens are; no effect on the CPU device.
   Status SetPhase(qevict_phase phase);
   /// kFailedPrecondition on the CPU device.
