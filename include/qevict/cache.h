@@ -1,19 +1,23 @@
-// KvCache: keys and values of all layers under one byte budget, in windows that are full precision, packed or evicted.
+// KvCache: keys and values of all layers under one byte budget, in windows that are full precision,
+// packed or evicted.
 //
 //   tokens of a sequence   | sinks | w0 | w1 | ... history ... | recents (open window last) |
 //   per layer and window    full    full | packed | evicted      full
 //
-// A window is up to `Config::window` tokens appended one after the other to one sequence, with consecutive positions (or,
-// without usable positions, none: its keys are then packed as they are). The first `sinks` tokens of a sequence have
-// windows of their own. The unit that moves is (layer, window); layers decide independently.
-// Config::per_head: the engine hands every kv head over as a layer of its own, which then has its own ranking.
-// The ledger is write-once: a window is encoded at its first demotion; promotions keep the codes, later demotions reuse them.
+// A window is up to `Config::window` tokens appended one after the other to one sequence, with
+// consecutive positions (or, without usable positions, none: its keys are then packed as they are).
+// The first `sinks` tokens of a sequence have windows of their own. The unit that moves is (layer,
+// window); layers decide independently. Config::per_head: the engine hands every kv head over as a
+// layer of its own, which then has its own ranking. The ledger is write-once: a window is encoded
+// at its first demotion; promotions keep the codes, later demotions reuse them.
 //
-// Cells. Engines address tokens by (stream, cell), as llama.cpp does. The cache maps cells to tokens; a write to a cell in
-// use kills the token that was there. A window whose tokens are all dead is freed.
+// Cells. Engines address tokens by (stream, cell), as llama.cpp does. The cache maps cells to
+// tokens; a write to a cell in use kills the token that was there. A window whose tokens are all
+// dead is freed.
 //
 // Threads: not thread-safe; Route and the row functions use the ParallelFor they are given.
-// Errors: every fallible call returns a Status and leaves the cache as it was (plan, reserve, then commit).
+// Errors: every fallible call returns a Status and leaves the cache as it was (plan, reserve, then
+// commit).
 #pragma once
 
 #include <cstdint>
@@ -52,9 +56,10 @@ struct LayerShape {
 /// What to append: one token. Tokens of one step share the same list for every layer.
 struct TokenSpec {
   SeqId seq;
-  uint32_t cell;         ///< in the sequence's stream
-  int32_t pos;           ///< position the key was rotated at
-  bool positional;       ///< false: pos says nothing about the rotation (image token with M-RoPE, unknown lineage)
+  uint32_t cell;    ///< in the sequence's stream
+  int32_t pos;      ///< position the key was rotated at
+  bool positional;  ///< false: pos says nothing about the rotation (image token with M-RoPE,
+                    ///< unknown lineage)
 };
 
 /// Where a token lives. window == kNone: evicted in all layers, or never written.
@@ -66,23 +71,26 @@ struct TokenRef {
 /// Read-only facts about a window (same in all layers).
 struct WindowInfo {
   SeqId seq;
-  uint32_t birth;      ///< rises with every window created; orders the windows of a sequence
-  int32_t pos0;        ///< position of token 0; meaningless if !positional
+  uint32_t birth;  ///< rises with every window created; orders the windows of a sequence
+  int32_t pos0;    ///< position of token 0; meaningless if !positional
   uint8_t n_tokens;
   uint8_t pos_stride;  ///< 1 positional, 0 otherwise
   bool sink;
-  uint32_t live;       ///< bit t: token t is not overwritten
+  uint32_t live;          ///< bit t: token t is not overwritten
   const uint32_t* cells;  ///< [n_tokens]; valid until the next non-const call
 };
 
-/// Minimum bytes a budget must allow for one stream: sinks + recents + interval + one packed window, tables included.
+/// Minimum bytes a budget must allow for one stream: sinks + recents + interval + one packed
+/// window, tables included.
 uint64_t MinimumBudgetBytes(const Config& config, std::span<const LayerShape> layers);
 
 class KvCache {
  public:
-  /// Errors: kInvalidArgument for shapes that cannot be stored or a budget below the minimum (the message names both),
-  /// kResourceExhausted if address space is refused. Commits (almost) no memory.
-  static Result<std::unique_ptr<KvCache>> Create(const Config& config, std::vector<LayerShape> layers, uint32_t n_streams,
+  /// Errors: kInvalidArgument for shapes that cannot be stored or a budget below the minimum (the
+  /// message names both), kResourceExhausted if address space is refused. Commits (almost) no
+  /// memory.
+  static Result<std::unique_ptr<KvCache>> Create(const Config& config,
+                                                 std::vector<LayerShape> layers, uint32_t n_streams,
                                                  uint32_t cells_per_stream);
   ~KvCache();
 
@@ -90,18 +98,20 @@ class KvCache {
   uint32_t n_layers() const;
   const LayerShape& layer(uint32_t il) const;
 
-  /// Constants of a layer's RoPE; call before its first write (default: no RoPE). Changing them later is refused unless
-  /// the layer holds nothing packed.
+  /// Constants of a layer's RoPE; call before its first write (default: no RoPE). Changing them
+  /// later is refused unless the layer holds nothing packed.
   Status SetRope(uint32_t il, const RopeParams& rope);
   /// The kernel's table for that layer, or null without RoPE. Covers all positions appended so far.
   const kernels::RopeTable* rope_table(uint32_t il) const;
 
-  // --- Sequences -----------------------------------------------------------------------------------------------------
+  // --- Sequences
+  // -----------------------------------------------------------------------------------------------------
   SeqId CreateSequence(uint32_t stream);
   /// Live sequences of a stream, oldest first. A sequence disappears when its last token is dead.
   std::vector<SeqId> Sequences(uint32_t stream) const;
   uint32_t stream_of(SeqId seq) const;
-  /// Windows of a sequence in order (births rise). Windows evicted in every layer are gone from the list.
+  /// Windows of a sequence in order (births rise). Windows evicted in every layer are gone from the
+  /// list.
   std::span<const WindowId> windows(SeqId seq) const;
   WindowInfo info(WindowId window) const;
   TokenRef lookup(uint32_t stream, uint32_t cell) const;
@@ -111,84 +121,105 @@ class KvCache {
   TokenRef tail(SeqId seq) const;
   int32_t tail_pos(SeqId seq) const;
 
-  // --- One step ------------------------------------------------------------------------------------------------------
-  /// Kills what the cells held, creates windows. Refs come back in order. If rows of a token in the middle of a
-  /// sequence's last window are rewritten (rollback of a tail), the window is reused. kResourceExhausted: nothing changed.
+  // --- One step
+  // ------------------------------------------------------------------------------------------------------
+  /// Kills what the cells held, creates windows. Refs come back in order. If rows of a token in the
+  /// middle of a sequence's last window are rewritten (rollback of a tail), the window is reused.
+  /// kResourceExhausted: nothing changed.
   Status Append(std::span<const TokenSpec> tokens, std::vector<TokenRef>& refs);
-  /// Stores rows of layer `il`: rows[i] of n_kv_heads * head_dim f32 at rows + i * row_stride (floats).
-  /// Full-precision rows are rounded to the layer's 16-bit type, to nearest even. Writing to a unit that is packed or
-  /// evicted is kInternal. kResourceExhausted if the limit refuses the slots (nothing written).
-  Status WriteK(uint32_t il, std::span<const TokenRef> refs, const float* rows, size_t row_stride, ParallelFor& pool);
-  Status WriteV(uint32_t il, std::span<const TokenRef> refs, const float* rows, size_t row_stride, ParallelFor& pool);
+  /// Stores rows of layer `il`: rows[i] of n_kv_heads * head_dim f32 at rows + i * row_stride
+  /// (floats). Full-precision rows are rounded to the layer's 16-bit type, to nearest even. Writing
+  /// to a unit that is packed or evicted is kInternal. kResourceExhausted if the limit refuses the
+  /// slots (nothing written).
+  Status WriteK(uint32_t il, std::span<const TokenRef> refs, const float* rows, size_t row_stride,
+                ParallelFor& pool);
+  Status WriteV(uint32_t il, std::span<const TokenRef> refs, const float* rows, size_t row_stride,
+                ParallelFor& pool);
   /// Marks the token of a cell dead (its row was cleared).
   void Kill(uint32_t stream, uint32_t cell);
 
-  /// Accessible windows of a sequence in one layer, in order: fills refs (for the kernels) and ids. Appends to both.
-  /// Pointers are valid until the next non-const call.
-  void View(uint32_t il, SeqId seq, std::vector<kernels::WindowRef>& refs, std::vector<WindowId>& ids) const;
+  /// Accessible windows of a sequence in one layer, in order: fills refs (for the kernels) and ids.
+  /// Appends to both. Pointers are valid until the next non-const call.
+  void View(uint32_t il, SeqId seq, std::vector<kernels::WindowRef>& refs,
+            std::vector<WindowId>& ids) const;
   /// Bytes of one kv head's block per kernels::WindowFormat.
   void HeadBytes(uint32_t il, size_t head_bytes[3]) const;
-  /// Adds attention masses to the scores of layer il: mass[h][i] (stride in floats) for ids[i], already summed over rows
-  /// and query heads of kv head h; divided here by n_heads. n_queries: rows they come from.
-  void AddMass(uint32_t il, std::span<const WindowId> ids, const float* mass, size_t head_stride, uint32_t n_heads,
-               uint32_t n_queries);
+  /// Adds attention masses to the scores of layer il: mass[h][i] (stride in floats) for ids[i],
+  /// already summed over rows and query heads of kv head h; divided here by n_heads. n_queries:
+  /// rows they come from.
+  void AddMass(uint32_t il, std::span<const WindowId> ids, const float* mass, size_t head_stride,
+               uint32_t n_heads, uint32_t n_queries);
 
   /// Score of a window in one layer; 0 if the layer has evicted it.
   float score(uint32_t il, WindowId window) const;
 
-  // --- Routing -------------------------------------------------------------------------------------------------------
-  /// Tells that `n` rows of a sequence are about to be appended, decode == one-row generation step. Updates step counters;
-  /// returns true if a routing event is due before the append (call RouteAll then): at decode step Config::first_event and
-  /// every interval (n rows after decoding has begun, up to 32, are n steps: speculation), when a prompt chunk ends and
-  /// decoding goes on, and whenever the next n rows would not fit the limit.
+  // --- Routing
+  // -------------------------------------------------------------------------------------------------------
+  /// Tells that `n` rows of a sequence are about to be appended, decode == one-row generation step.
+  /// Updates step counters; returns true if a routing event is due before the append (call RouteAll
+  /// then): at decode step Config::first_event and every interval (n rows after decoding has begun,
+  /// up to 32, are n steps: speculation), when a prompt chunk ends and decoding goes on, and
+  /// whenever the next n rows would not fit the limit.
   bool NoteStep(SeqId seq, uint32_t n, bool decode);
-  /// Plans and commits one layer for every sequence that shares the budget with `seq` (its stream if the budget is a
-  /// fraction, all streams if absolute). reserve_tokens: tokens of `seq` that may be appended before the next Route; while a
-  /// prompt is read under a limit: rows of a whole chunk (of all sequences), held free once for all layers, not per layer.
-  /// Errors: kResourceExhausted, nothing changed: sinks, recents and reserve exceed the layer's share, or memory is refused.
+  /// Plans and commits one layer for every sequence that shares the budget with `seq` (its stream
+  /// if the budget is a fraction, all streams if absolute). reserve_tokens: tokens of `seq` that
+  /// may be appended before the next Route; while a prompt is read under a limit: rows of a whole
+  /// chunk (of all sequences), held free once for all layers, not per layer. Errors:
+  /// kResourceExhausted, nothing changed: sinks, recents and reserve exceed the layer's share, or
+  /// memory is refused.
   Status Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, ParallelFor& pool);
-  /// Route for all layers; counts one event. With prefill = full the limit comes into force once every sequence has had its
-  /// first event. On an error the layers before the failing one are routed.
+  /// Route for all layers; counts one event. With prefill = full the limit comes into force once
+  /// every sequence has had its first event. On an error the layers before the failing one are
+  /// routed.
   Status RouteAll(SeqId seq, uint32_t reserve_tokens, ParallelFor& pool);
-  /// True when the sequence's prompt must be routed after each chunk (prefill=bounded, or the first event has passed) and
-  /// the layer's bytes are beyond its share.
+  /// True when the sequence's prompt must be routed after each chunk (prefill=bounded, or the first
+  /// event has passed) and the layer's bytes are beyond its share.
   bool NeedsBoundedRoute(uint32_t il, SeqId seq) const;
-  /// Resolves a fraction against other token counts (prompt + max_new of our own commands). Before the first event only.
+  /// Resolves a fraction against other token counts (prompt + max_new of our own commands). Before
+  /// the first event only.
   Status SetBudgetTokens(uint32_t tokens);
 
-  // --- Whole-cache operations ----------------------------------------------------------------------------------------
+  // --- Whole-cache operations
+  // ----------------------------------------------------------------------------------------
   /// Forgets everything: tokens, scores, counters, step phases. Memory goes back to the system.
   void Clear();
-  /// Makes `dst` stream a copy of `src` (tiers, codes, scores, counters); dst's old tokens are dropped.
-  /// Errors: kResourceExhausted: dst is empty then.
+  /// Makes `dst` stream a copy of `src` (tiers, codes, scores, counters); dst's old tokens are
+  /// dropped. Errors: kResourceExhausted: dst is empty then.
   Status CopyStream(uint32_t src, uint32_t dst);
-  /// K-shift: adds delta[cell] to positions of every live token of all streams (index stream * cells_per_stream + cell).
-  /// Windows whose tokens move differently are split. Full keys of a layer are rotated by RotateLayer.
+  /// K-shift: adds delta[cell] to positions of every live token of all streams (index stream *
+  /// cells_per_stream + cell). Windows whose tokens move differently are split. Full keys of a
+  /// layer are rotated by RotateLayer.
   Status ShiftPositions(std::span<const int32_t> delta);
-  /// Rotates layer il's full-precision keys by the same deltas (call once per layer after ShiftPositions). Like llama.cpp's
-  /// K-shift it multiplies all keys by RoPE's magnitude once more (YaRN; grids of packed keys are scaled alike).
+  /// Rotates layer il's full-precision keys by the same deltas (call once per layer after
+  /// ShiftPositions). Like llama.cpp's K-shift it multiplies all keys by RoPE's magnitude once more
+  /// (YaRN; grids of packed keys are scaled alike).
   void RotateLayer(uint32_t il, std::span<const int32_t> delta, ParallelFor& pool);
 
-  /// Rows as 16-bit words for engines that save state: n_kv_heads*head_dim(_v) words. Full rows come out as they are;
-  /// packed and evicted ones as self-describing records (see docs/formats/state-row.md); cells never written as zeros.
+  /// Rows as 16-bit words for engines that save state: n_kv_heads*head_dim(_v) words. Full rows
+  /// come out as they are; packed and evicted ones as self-describing records (see
+  /// docs/formats/state-row.md); cells never written as zeros.
   void ReadRowK(uint32_t il, uint32_t stream, uint32_t cell, uint16_t* row) const;
   void ReadRowV(uint32_t il, uint32_t stream, uint32_t cell, uint16_t* row) const;
-  /// Restores rows of consecutive cells (K of every layer before any V). Rows that are neither records nor known
-  /// full rows become tokens without positions. Errors: kDataLoss for a record that contradicts itself (its row is then dropped
-  /// and the rest restored), kUnimplemented for a record of a newer version, kFailedPrecondition for rows whose first layer's
-  /// keys have not come, kResourceExhausted if the limit has no room though other sequences gave way.
-  Status RestoreRowsK(uint32_t il, uint32_t stream, uint32_t cell0, uint32_t n, const uint16_t* rows);
-  Status RestoreRowsV(uint32_t il, uint32_t stream, uint32_t cell0, uint32_t n, const uint16_t* rows);
-  /// The rows have all arrived: restored sequences get their order and their tail. Every call that changes the cache does
-  /// this first; call it before asking for sequences, windows or tails after a restore.
+  /// Restores rows of consecutive cells (K of every layer before any V). Rows that are neither
+  /// records nor known full rows become tokens without positions. Errors: kDataLoss for a record
+  /// that contradicts itself (its row is then dropped and the rest restored), kUnimplemented for a
+  /// record of a newer version, kFailedPrecondition for rows whose first layer's keys have not
+  /// come, kResourceExhausted if the limit has no room though other sequences gave way.
+  Status RestoreRowsK(uint32_t il, uint32_t stream, uint32_t cell0, uint32_t n,
+                      const uint16_t* rows);
+  Status RestoreRowsV(uint32_t il, uint32_t stream, uint32_t cell0, uint32_t n,
+                      const uint16_t* rows);
+  /// The rows have all arrived: restored sequences get their order and their tail. Every call that
+  /// changes the cache does this first; call it before asking for sequences, windows or tails after
+  /// a restore.
   void FinishRestore();
 
   CacheStats Stats() const;
   /// Resident bytes of the arena by the operating system.
   uint64_t ResidentBytes() const;
-  /// All violated invariants, one sentence each; empty = sound. Checks: every live token in exactly one state per layer,
-  /// bytes = sum of parts <= budget, slots dense with matching owners, ledger entries unchanged since written (checksum kept
-  /// only under Config::check), order deterministic.
+  /// All violated invariants, one sentence each; empty = sound. Checks: every live token in exactly
+  /// one state per layer, bytes = sum of parts <= budget, slots dense with matching owners, ledger
+  /// entries unchanged since written (checksum kept only under Config::check), order deterministic.
   std::vector<std::string> Validate() const;
   /// Makes the n-th memory growth from now fail (tests).
   void FailGrowthAt(size_t n);

@@ -1,7 +1,9 @@
 // Config: every setting of a cache, and the text form users write it in.
-// Text form (QEVICT_CONFIG, --set): comma-separated `key=value`, or a file with one `key = value` per line and
-// `#` comments. Unknown keys, bad values and contradictions are refused with one sentence that names them.
-// Sources of the defaults: QEvict (arXiv 2608.05326); ambiguities as decided in docs/policies.md.
+// Text form (QEVICT_CONFIG, --set): comma-separated `key=value`, or a file with one `key = value`
+// per line and
+// `#` comments. Unknown keys, bad values and contradictions are refused with one sentence that
+// names them. Sources of the defaults: QEvict (arXiv 2608.05326); ambiguities as decided in
+// docs/policies.md.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +17,10 @@ namespace qevict {
 enum class Preset : uint8_t { kFull, kStreaming, kQEvict };
 /// What a promotion does with a packed window that ranks as full precision.
 enum class Promotion : uint8_t {
-  kCodes,   ///< paper: dequantize the codes into full-precision rows; the codes stay as dormant ledger entry
-  kPinned,  ///< ranked as full, but stays packed: same values, fewer bytes (the saved bytes buy packed windows)
+  kCodes,   ///< paper: dequantize the codes into full-precision rows; the codes stay as dormant
+            ///< ledger entry
+  kPinned,  ///< ranked as full, but stays packed: same values, fewer bytes (the saved bytes buy
+            ///< packed windows)
   kNone,    ///< packed windows never return to full precision
 };
 /// When full precision may exceed the budget.
@@ -43,24 +47,26 @@ struct Config {
 
   uint32_t sinks = 5;     ///< first tokens of a sequence, always full precision
   uint32_t recents = 32;  ///< last tokens of a sequence, always full precision
-  uint32_t recents_percent = 0;  ///< if > 0: recents = ceil(percent of the budget tokens), rounded up to `window`
-  uint32_t window = 8;    ///< Omega, tokens: 1, 2, 4, 8, 16 or 32
-  uint32_t interval = 0;  ///< R, generated tokens between routing events; 0 = window
+  uint32_t recents_percent =
+      0;  ///< if > 0: recents = ceil(percent of the budget tokens), rounded up to `window`
+  uint32_t window = 8;        ///< Omega, tokens: 1, 2, 4, 8, 16 or 32
+  uint32_t interval = 0;      ///< R, generated tokens between routing events; 0 = window
   uint32_t q_permille = 700;  ///< share of the history bytes that goes to the packed tier, 0...1000
   uint32_t bits = 2;          ///< bits of the packed codes: 2 or 4
   Promotion promotion = Promotion::kCodes;
   Prefill prefill = Prefill::kAuto;
   LocalMode local_mode = LocalMode::kAligned;
   bool charge_dormant = true;  ///< dormant codes reduce the packed capacity
-  bool fill_slack = false;     ///< windows never quantized stay full precision while bytes are left over
-  bool per_head = false;       ///< one ranking per kv head instead of one per layer
-  bool event_scores = false;   ///< ablation: only the step of an event is scored (times interval)
-  uint32_t init_rows = 0;      ///< prompt rows that initialise scores: 0 = all, else the last m
-  uint32_t first_event = 0;    ///< decode step of the first routing event
+  bool fill_slack =
+      false;              ///< windows never quantized stay full precision while bytes are left over
+  bool per_head = false;  ///< one ranking per kv head instead of one per layer
+  bool event_scores = false;  ///< ablation: only the step of an event is scored (times interval)
+  uint32_t init_rows = 0;     ///< prompt rows that initialise scores: 0 = all, else the last m
+  uint32_t first_event = 0;   ///< decode step of the first routing event
   ScoreKind score = ScoreKind::kCumulative;
-  double ema_lambda = 0.99;    ///< decay per query of ScoreKind::kEma, (0, 1)
-  double p_norm = 2.0;         ///< exponent of ScoreKind::kPNorm, >= 1
-  int key_norm_sign = -1;      ///< ScoreKind::kKeyNorm: -1 = small norms are kept
+  double ema_lambda = 0.99;  ///< decay per query of ScoreKind::kEma, (0, 1)
+  double p_norm = 2.0;       ///< exponent of ScoreKind::kPNorm, >= 1
+  int key_norm_sign = -1;    ///< ScoreKind::kKeyNorm: -1 = small norms are kept
 
   bool check = false;  ///< run the validator after every commit (also QEVICT_CHECK=1)
 
@@ -74,12 +80,14 @@ struct Config {
 };
 
 /// Parses the text form on top of the defaults (or of `base`).
-/// Keys: preset budget budget_tokens sinks recents window interval q bits promotion prefill local_mode charge_dormant
-/// fill_slack per_head scores init_rows first_event score ema_lambda p_norm key_norm_sign check.
-/// `budget`: `20%`, `0.2`, or bytes with unit (`512MiB`, `2GiB`, `1000000B`, `64KiB`). `recents`: tokens or `25%`. `q`: 0...1.
-/// Errors: kInvalidArgument naming the key, the value and the legal range. Never throws.
+/// Keys: preset budget budget_tokens sinks recents window interval q bits promotion prefill
+/// local_mode charge_dormant fill_slack per_head scores init_rows first_event score ema_lambda
+/// p_norm key_norm_sign check. `budget`: `20%`, `0.2`, or bytes with unit (`512MiB`, `2GiB`,
+/// `1000000B`, `64KiB`). `recents`: tokens or `25%`. `q`: 0...1. Errors: kInvalidArgument naming
+/// the key, the value and the legal range. Never throws.
 Result<Config> ParseConfig(std::string_view text, const Config& base = {});
-/// ParseConfig, or, where `text` names a readable file (contains no '='), of the file's contents. kNotFound if neither.
+/// ParseConfig, or, where `text` names a readable file (contains no '='), of the file's contents.
+/// kNotFound if neither.
 Result<Config> LoadConfig(std::string_view text_or_path, const Config& base = {});
 /// Parses one budget value into `config`.
 Status ParseBudget(std::string_view text, Config& config);

@@ -1,6 +1,6 @@
 // Policy: a pure function from statistics to a plan. No storage, SIMD or ggml here.
-// A policy sees, for one layer (or one head group of a layer) and one sequence, the history windows between sinks
-// and recents, what they score and where they are, and answers where each shall be.
+// A policy sees, for one layer (or one head group of a layer) and one sequence, the history windows
+// between sinks and recents, what they score and where they are, and answers where each shall be.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,8 @@ struct Candidate {
   float score;      ///< higher = keep
   Tier tier;        ///< kFull or kPacked: where it is now
   bool has_codes;   ///< a ledger entry exists (always true for kPacked; dormant if tier == kFull)
-  uint32_t order = 0;  ///< position order inside the sequence; ties go to the incumbent tier, then to the lower order
+  uint32_t order = 0;  ///< position order inside the sequence; ties go to the incumbent tier, then
+                       ///< to the lower order
 };
 
 /// Bytes that one unit costs in each state, records included.
@@ -46,10 +47,11 @@ struct Plan {
   uint64_t n_packed_capacity = 0;  ///< K_q before dormant entries are charged
 };
 
-/// QEvict's routing rule (policies.md 5.4.1 item 3-5). Deterministic; bit-identical for equal scores.
-/// If everything fits in full precision and nothing is packed yet, everything stays full.
+/// QEvict's routing rule (policies.md 5.4.1 item 3-5). Deterministic; bit-identical for equal
+/// scores. If everything fits in full precision and nothing is packed yet, everything stays full.
 Plan PlanQEvict(const PlanInput& input, const Config& config);
-/// Sinks + recents + as many of the newest windows as fit, all in full precision (StreamingLLM with original positions).
+/// Sinks + recents + as many of the newest windows as fit, all in full precision (StreamingLLM with
+/// original positions).
 Plan PlanStreaming(const PlanInput& input, const Config& config);
 /// Dispatches on config.preset. Preset::kFull keeps everything full.
 Plan MakePlan(const PlanInput& input, const Config& config);

@@ -1,4 +1,5 @@
-// Stats: what a cache holds and what it has done. Every number is counted or measured, never estimated.
+// Stats: what a cache holds and what it has done. Every number is counted or measured, never
+// estimated.
 #pragma once
 
 #include <cstdint>
@@ -23,18 +24,18 @@ struct TokenCounts {
 struct CacheStats {
   ByteCounts bytes;
   TokenCounts tokens;
-  uint64_t f16_bytes = 0;       ///< the same live tokens in an f16 cache, evicted ones included
-  uint64_t budget_bytes = 0;    ///< the limit in force (0 = none)
-  uint64_t arena_bytes = 0;     ///< committed bytes of the arena; equals its resident size
+  uint64_t f16_bytes = 0;     ///< the same live tokens in an f16 cache, evicted ones included
+  uint64_t budget_bytes = 0;  ///< the limit in force (0 = none)
+  uint64_t arena_bytes = 0;   ///< committed bytes of the arena; equals its resident size
   uint64_t arena_peak_bytes = 0;
-  uint64_t peak_bytes = 0;      ///< highest total() at the end of a step since the limit is in force
+  uint64_t peak_bytes = 0;  ///< highest total() at the end of a step since the limit is in force
   uint64_t n_layers = 0;
-  uint64_t events = 0;          ///< routing events (all layers of a sequence = one event)
-  uint64_t promotions = 0;      ///< windows, summed over layers
+  uint64_t events = 0;      ///< routing events (all layers of a sequence = one event)
+  uint64_t promotions = 0;  ///< windows, summed over layers
   uint64_t demotions = 0;
-  uint64_t first_encodings = 0; ///< ledger entries written
+  uint64_t first_encodings = 0;  ///< ledger entries written
   uint64_t evictions = 0;
-  uint64_t route_ns = 0;        ///< time spent in routing
+  uint64_t route_ns = 0;  ///< time spent in routing
 };
 
 }  // namespace qevict

@@ -1,6 +1,6 @@
 // Status and Result: how every fallible qevict function reports failure.
-// Why: the library runs inside other people's processes, so it never throws, prints, exits or aborts on bad input.
-// Source: vocabulary after abseil's status codes; implementation our own.
+// Why: the library runs inside other people's processes, so it never throws, prints, exits or
+// aborts on bad input. Source: vocabulary after abseil's status codes; implementation our own.
 #pragma once
 
 #include <cassert>
@@ -39,11 +39,17 @@ class [[nodiscard]] Status {
   std::string message_;
 };
 
-inline Status InvalidArgument(std::string m) { return {StatusCode::kInvalidArgument, std::move(m)}; }
+inline Status InvalidArgument(std::string m) {
+  return {StatusCode::kInvalidArgument, std::move(m)};
+}
 inline Status OutOfRange(std::string m) { return {StatusCode::kOutOfRange, std::move(m)}; }
-inline Status FailedPrecondition(std::string m) { return {StatusCode::kFailedPrecondition, std::move(m)}; }
+inline Status FailedPrecondition(std::string m) {
+  return {StatusCode::kFailedPrecondition, std::move(m)};
+}
 inline Status NotFound(std::string m) { return {StatusCode::kNotFound, std::move(m)}; }
-inline Status ResourceExhausted(std::string m) { return {StatusCode::kResourceExhausted, std::move(m)}; }
+inline Status ResourceExhausted(std::string m) {
+  return {StatusCode::kResourceExhausted, std::move(m)};
+}
 inline Status DataLoss(std::string m) { return {StatusCode::kDataLoss, std::move(m)}; }
 inline Status Unimplemented(std::string m) { return {StatusCode::kUnimplemented, std::move(m)}; }
 inline Status Internal(std::string m) { return {StatusCode::kInternal, std::move(m)}; }
@@ -52,8 +58,10 @@ inline Status Internal(std::string m) { return {StatusCode::kInternal, std::move
 template <typename T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : value_(std::move(value)) {}                    // NOLINT(google-explicit-constructor)
-  Result(Status status) : status_(std::move(status)) { assert(!status_.ok()); }  // NOLINT(google-explicit-constructor)
+  Result(T value) : value_(std::move(value)) {}  // NOLINT(google-explicit-constructor)
+  Result(Status status) : status_(std::move(status)) {
+    assert(!status_.ok());
+  }  // NOLINT(google-explicit-constructor)
 
   bool ok() const { return value_.has_value(); }
   const Status& status() const { return status_; }
@@ -71,9 +79,9 @@ class [[nodiscard]] Result {
 };
 
 /// Returns the Status of an expression from the enclosing function if it is not OK.
-#define QEVICT_RETURN_IF_ERROR(expr)              \
-  do {                                            \
-    ::qevict::Status qevict_status_ = (expr);     \
+#define QEVICT_RETURN_IF_ERROR(expr)                 \
+  do {                                               \
+    ::qevict::Status qevict_status_ = (expr);        \
     if (!qevict_status_.ok()) return qevict_status_; \
   } while (false)
 

@@ -1,6 +1,8 @@
-// Arena with a hard byte limit: address space is reserved up front, memory is committed page by page in dense regions.
-// Why: "bytes of the cache" must be one number that the operating system agrees with. Each region keeps its slots dense
-// ([0, n_slots) with no holes; the owner moves the last slot into a freed one), so committed pages = resident pages.
+// Arena with a hard byte limit: address space is reserved up front, memory is committed page by
+// page in dense regions. Why: "bytes of the cache" must be one number that the operating system
+// agrees with. Each region keeps its slots dense
+// ([0, n_slots) with no holes; the owner moves the last slot into a freed one), so committed pages
+// = resident pages.
 //
 //   reservation  |region 0: slot slot slot ....|region 1: slot slot ....|
 //   resident      ^^^^^^^^^^^^^^^^               ^^^^^^^^^^
@@ -18,11 +20,13 @@ namespace qevict {
 
 class Arena;
 
-/// A dense array of equal slots inside an Arena. Address-stable for the slots that exist. Not thread-safe.
+/// A dense array of equal slots inside an Arena. Address-stable for the slots that exist. Not
+/// thread-safe.
 class ArenaRegion {
  public:
   /// Grows or shrinks to n slots. New slots are zero. Freed pages go back to the system at once.
-  /// Errors: kResourceExhausted if the arena's limit or the reservation does not allow it; then nothing has changed.
+  /// Errors: kResourceExhausted if the arena's limit or the reservation does not allow it; then
+  /// nothing has changed.
   Status Resize(size_t n_slots);
   uint8_t* slot(size_t i) const { return base_ + i * slot_bytes_; }
   size_t n_slots() const { return n_slots_; }
@@ -54,7 +58,8 @@ class Arena {
   size_t bytes() const { return bytes_; }
   size_t peak_bytes() const { return peak_bytes_; }
   void ResetPeak() { peak_bytes_ = bytes_; }
-  /// Hard limit in bytes; SIZE_MAX = none. Lowering it below bytes() is allowed: only growth is refused.
+  /// Hard limit in bytes; SIZE_MAX = none. Lowering it below bytes() is allowed: only growth is
+  /// refused.
   void SetLimit(size_t limit) { limit_ = limit; }
   size_t limit() const { return limit_; }
   /// Resident bytes of the mappings by /proc/self/smaps (0 where that cannot be read).
@@ -64,7 +69,10 @@ class Arena {
 
  private:
   friend class ArenaRegion;
-  struct Mapping { uint8_t* base; size_t bytes; };
+  struct Mapping {
+    uint8_t* base;
+    size_t bytes;
+  };
   std::vector<std::unique_ptr<ArenaRegion>> regions_;
   std::vector<Mapping> mappings_;
   size_t bytes_ = 0, peak_bytes_ = 0, limit_ = SIZE_MAX, fail_at_ = 0;

@@ -1,4 +1,5 @@
-// fp16 and bf16 <-> fp32, bit exact with IEEE round-to-nearest-even (ggml stores its cache rows the same way).
+// fp16 and bf16 <-> fp32, bit exact with IEEE round-to-nearest-even (ggml stores its cache rows the
+// same way).
 #pragma once
 
 #include <bit>
@@ -24,10 +25,12 @@ inline uint16_t F32ToF16(float f) {
   const uint32_t x = std::bit_cast<uint32_t>(f);
   const uint32_t sign = (x >> 16) & 0x8000u;
   const uint32_t a = x & 0x7FFFFFFFu;
-  if (a > 0x7F800000u) return static_cast<uint16_t>(sign | 0x7E00u | ((a >> 13) & 0x3FFu));  // NaN stays NaN
-  if (a >= 0x477FF000u) return static_cast<uint16_t>(sign | 0x7C00u);                         // overflow
-  if (a < 0x38800000u) {                                                                      // subnormal or zero
-    const float scaled = std::bit_cast<float>(a) + 0.5f;  // aligns the 2^-24 grid with the mantissa: rounds to even
+  if (a > 0x7F800000u)
+    return static_cast<uint16_t>(sign | 0x7E00u | ((a >> 13) & 0x3FFu));  // NaN stays NaN
+  if (a >= 0x477FF000u) return static_cast<uint16_t>(sign | 0x7C00u);     // overflow
+  if (a < 0x38800000u) {                                                  // subnormal or zero
+    const float scaled =
+        std::bit_cast<float>(a) + 0.5f;  // aligns the 2^-24 grid with the mantissa: rounds to even
     return static_cast<uint16_t>(sign | (std::bit_cast<uint32_t>(scaled) - 0x3F000000u));
   }
   const uint32_t rounded = a + 0xFFFu + ((a >> 13) & 1u);

@@ -1,5 +1,5 @@
-// Parallel-for: one interface, so that the core runs on std::thread (visible to the thread sanitizer) and the plug-in
-// can bring the threads that ggml already keeps warm.
+// Parallel-for: one interface, so that the core runs on std::thread (visible to the thread
+// sanitizer) and the plug-in can bring the threads that ggml already keeps warm.
 #pragma once
 
 #include <cstddef>
@@ -14,15 +14,17 @@ class ParallelFor {
   using Task = void (*)(void* context, size_t task, unsigned thread);
   virtual ~ParallelFor() = default;
   virtual unsigned n_threads() const = 0;
-  /// Calls task(context, i, thread) once for each i in [0, n), thread in [0, n_threads()), and returns when all are done.
-  /// Tasks are handed out dynamically; each result must not depend on which thread ran it. Tasks do not throw.
+  /// Calls task(context, i, thread) once for each i in [0, n), thread in [0, n_threads()), and
+  /// returns when all are done. Tasks are handed out dynamically; each result must not depend on
+  /// which thread ran it. Tasks do not throw.
   virtual void Run(size_t n, Task task, void* context) = 0;
 
   /// The same for any callable f(size_t task, unsigned thread).
   template <typename F>
   void For(size_t n, F&& f) {
     using Fn = std::remove_reference_t<F>;
-    Run(n, [](void* c, size_t i, unsigned t) { (*static_cast<Fn*>(c))(i, t); },
+    Run(
+        n, [](void* c, size_t i, unsigned t) { (*static_cast<Fn*>(c))(i, t); },
         const_cast<void*>(static_cast<const void*>(&f)));
   }
 };

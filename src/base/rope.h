@@ -1,6 +1,7 @@
 // RoPE as the model's forward pass applies it, so that packed keys can be stored unrotated.
-// Angle of channel pair i at position p: ggml accumulates theta = p * scale^i in fp32 and mixes the YaRN ramp in
-// (ggml/src/ggml-cpu/ops.cpp, rope cache). Un-rotation uses the same fp32 steps, therefore is exact up to rounding.
+// Angle of channel pair i at position p: ggml accumulates theta = p * scale^i in fp32 and mixes the
+// YaRN ramp in (ggml/src/ggml-cpu/ops.cpp, rope cache). Un-rotation uses the same fp32 steps,
+// therefore is exact up to rounding.
 #pragma once
 
 #include <cstdint>
@@ -30,14 +31,17 @@ struct RopeParams {
   bool operator==(const RopeParams&) const = default;
 };
 
-/// Fills cos_sin[2*i], cos_sin[2*i+1] with magnitude*cos, magnitude*sin of pair i at `pos`, in the forward pass's fp32 steps.
-/// cos_sin: n_dims floats.
+/// Fills cos_sin[2*i], cos_sin[2*i+1] with magnitude*cos, magnitude*sin of pair i at `pos`, in the
+/// forward pass's fp32 steps. cos_sin: n_dims floats.
 void RopeCosSin(const RopeParams& params, int32_t pos, float* cos_sin);
-/// Magnitude (YaRN) that the rotation multiplies keys with; un-rotation divides by it once, and by its square in total.
+/// Magnitude (YaRN) that the rotation multiplies keys with; un-rotation divides by it once, and by
+/// its square in total.
 float RopeMagnitude(const RopeParams& params);
-/// Effective angle per position of pair i (radians), linear in the position; for kernels that rotate in registers.
+/// Effective angle per position of pair i (radians), linear in the position; for kernels that
+/// rotate in registers.
 std::vector<double> RopeFrequencies(const RopeParams& params);
-/// Rotates head_dim floats in place by `cos_sin` (as RopeCosSin fills it). Channels outside n_dims stay.
+/// Rotates head_dim floats in place by `cos_sin` (as RopeCosSin fills it). Channels outside n_dims
+/// stay.
 void RopeRotate(const RopeParams& params, const float* cos_sin, float* row);
 /// Inverse of RopeRotate, magnitude included.
 void RopeUnrotate(const RopeParams& params, const float* cos_sin, float* row);

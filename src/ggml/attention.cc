@@ -16,26 +16,31 @@ float ParamF32(const ggml_tensor* t, int i) {
   return f;
 }
 
-// ALiBi slopes (ggml's soft_max and flash_attn_ext convention): powers of two ratios over the heads.
+// ALiBi slopes (ggml's soft_max and flash_attn_ext convention): powers of two ratios over the
+// heads.
 void FillSlopes(float max_bias, uint32_t n_heads, std::vector<float>& slopes) {
   const uint32_t n_pow2 = 1u << static_cast<uint32_t>(std::floor(std::log2(n_heads)));
   const float m0 = std::pow(2.0f, -max_bias / static_cast<float>(n_pow2));
   const float m1 = std::pow(2.0f, -max_bias / 2.0f / static_cast<float>(n_pow2));
   slopes.resize(n_heads);
   for (uint32_t h = 0; h < n_heads; ++h) {
-    slopes[h] = h < n_pow2 ? std::pow(m0, static_cast<float>(h + 1)) : std::pow(m1, static_cast<float>(2 * (h - n_pow2) + 1));
+    slopes[h] = h < n_pow2 ? std::pow(m0, static_cast<float>(h + 1))
+                           : std::pow(m1, static_cast<float>(2 * (h - n_pow2) + 1));
   }
 }
 
 const float* Row(const ggml_tensor* t, uint32_t stream, uint32_t row, int row_dim) {
-  return reinterpret_cast<const float*>(static_cast<const char*>(t->data) + stream * t->nb[3] + row * t->nb[row_dim]);
+  return reinterpret_cast<const float*>(static_cast<const char*>(t->data) + stream * t->nb[3] +
+                                        row * t->nb[row_dim]);
 }
 
 }  // namespace
 
-// Views of all sequences the rows see; columns of the step's bit matrix that the layer still holds are picked out.
+// Views of all sequences the rows see; columns of the step's bit matrix that the layer still holds
+// are picked out.
 CacheGroup::GroupView CacheGroup::CollectGroup(uint32_t cache_layer, const RowGroup& group) {
-  GroupView view{refs_scratch_.size(), 0, bits_scratch_.size(), bias_scratch_.size(), mass_scratch_.size()};
+  GroupView view{refs_scratch_.size(), 0, bits_scratch_.size(), bias_scratch_.size(),
+                 mass_scratch_.size()};
   for (const SeqId seq : group.visible) cache_->View(cache_layer, seq, refs_scratch_, ids_scratch_);
   view.n_refs = refs_scratch_.size() - view.first_ref;
   const size_t n_all = group.windows.size(), window = config_.window;
@@ -57,24 +62,29 @@ CacheGroup::GroupView CacheGroup::CollectGroup(uint32_t cache_layer, const RowGr
                   group.bias.data() + (r * n_all + columns[i]) * window, window * sizeof(float));
     }
   }
-  if (WantsMass()) mass_scratch_.resize(view.first_mass + view.n_refs * cache_->layer(cache_layer).n_kv_heads);
+  if (WantsMass())
+    mass_scratch_.resize(view.first_mass + view.n_refs * cache_->layer(cache_layer).n_kv_heads);
   return view;
 }
 
 Status CacheGroup::CheckAttention(const ggml_tensor* op) const {
   const ggml_tensor* q = op->src[0];
   const int il = FindLayer(Root(op->src[1]));
-  if (il < 0 || layers_[static_cast<size_t>(il)].k != Root(op->src[1]) || layers_[static_cast<size_t>(il)].v != Root(op->src[2])) {
-    return Unimplemented("attention over a part of the cache that is not one layer's keys and values");
+  if (il < 0 || layers_[static_cast<size_t>(il)].k != Root(op->src[1]) ||
+      layers_[static_cast<size_t>(il)].v != Root(op->src[2])) {
+    return Unimplemented(
+        "attention over a part of the cache that is not one layer's keys and values");
   }
-  if (q->type != GGML_TYPE_F32 || (op->src[3] && op->src[3]->type != GGML_TYPE_F16) || q->nb[0] != sizeof(float)) {
+  if (q->type != GGML_TYPE_F32 || (op->src[3] && op->src[3]->type != GGML_TYPE_F16) ||
+      q->nb[0] != sizeof(float)) {
     return Unimplemented("attention with queries that are not f32 or a mask that is not f16");
   }
   return {};
 }
 
 // Shape of part `part` of a layer: all its kv heads, or one of them under per_head.
-kernels::AttentionShape CacheGroup::ShapeOf(const ggml_tensor* op, const LayerBinding& layer, uint32_t part) {
+kernels::AttentionShape CacheGroup::ShapeOf(const ggml_tensor* op, const LayerBinding& layer,
+                                            uint32_t part) {
   const auto n_heads = static_cast<uint32_t>(op->src[0]->ne[2]);
   const uint32_t cache_layer = layer.first_cache_layer + part;
   const LayerShape& stored = cache_->layer(cache_layer);
@@ -99,8 +109,10 @@ kernels::AttentionShape CacheGroup::ShapeOf(const ggml_tensor* op, const LayerBi
   return shape;
 }
 
-kernels::AttentionGroup CacheGroup::ToKernel(const ggml_tensor* op, const kernels::AttentionShape& shape, const RowGroup& group,
-                                             const GroupView& view, uint32_t part) {
+kernels::AttentionGroup CacheGroup::ToKernel(const ggml_tensor* op,
+                                             const kernels::AttentionShape& shape,
+                                             const RowGroup& group, const GroupView& view,
+                                             uint32_t part) {
   const ggml_tensor* q = op->src[0];
   const size_t first_head = size_t{part} * shape.n_kv_heads * shape.n_gqa;
   kernels::AttentionGroup a{};
@@ -111,7 +123,8 @@ kernels::AttentionGroup CacheGroup::ToKernel(const ggml_tensor* op, const kernel
   a.q = Row(q, group.stream_index, group.first_row, 1) + first_head * a.q_head_stride;
   a.out_row_stride = op->nb[2] / sizeof(float);
   a.out_head_stride = op->nb[1] / sizeof(float);
-  a.out = const_cast<float*>(Row(op, group.stream_index, group.first_row, 2)) + first_head * a.out_head_stride;
+  a.out = const_cast<float*>(Row(op, group.stream_index, group.first_row, 2)) +
+          first_head * a.out_head_stride;
   a.windows = {refs_scratch_.data() + view.first_ref, view.n_refs};
   a.visible = bits_scratch_.data() + view.first_bit;
   a.visible_stride = view.n_refs;
@@ -122,7 +135,8 @@ kernels::AttentionGroup CacheGroup::ToKernel(const ggml_tensor* op, const kernel
   if (WantsMass()) {
     a.mass = mass_scratch_.data() + view.first_mass;
     a.mass_head_stride = view.n_refs;
-    if (config_.init_rows && group.n_rows > config_.init_rows) a.mass_first_row = group.n_rows - config_.init_rows;
+    if (config_.init_rows && group.n_rows > config_.init_rows)
+      a.mass_first_row = group.n_rows - config_.init_rows;
   }
   return a;
 }
@@ -152,24 +166,29 @@ Status CacheGroup::FlashAttention(const ggml_tensor* op, OmpPool& pool) {
   attention_scratch_.clear();
   for (uint32_t part = 0; part < layer.n_parts; ++part) {
     shapes_scratch_.push_back(ShapeOf(op, layer, part));
-    for (const RowGroup& group : groups_) views_scratch_.push_back(CollectGroup(layer.first_cache_layer + part, group));
+    for (const RowGroup& group : groups_)
+      views_scratch_.push_back(CollectGroup(layer.first_cache_layer + part, group));
   }
   std::fill(mass_scratch_.begin(), mass_scratch_.end(), 0.0f);
   for (uint32_t part = 0; part < layer.n_parts; ++part) {
     for (size_t g = 0; g < groups_.size(); ++g) {
-      attention_scratch_.push_back(ToKernel(op, shapes_scratch_[part], groups_[g], views_scratch_[part * groups_.size() + g], part));
+      attention_scratch_.push_back(ToKernel(op, shapes_scratch_[part], groups_[g],
+                                            views_scratch_[part * groups_.size() + g], part));
     }
   }
   {
     const ScopedTimer timer(timers_.attention_ns);
-    if (!kernels::Attend(attention_scratch_, pool, workspace_)) return ResourceExhausted("no memory for the attention workspace");
+    if (!kernels::Attend(attention_scratch_, pool, workspace_))
+      return ResourceExhausted("no memory for the attention workspace");
   }
   for (size_t i = 0; WantsMass() && i < views_scratch_.size(); ++i) {
     const GroupView& view = views_scratch_[i];
     const auto part = static_cast<uint32_t>(i / groups_.size());
     const kernels::AttentionShape& shape = shapes_scratch_[part];
-    cache_->AddMass(layer.first_cache_layer + part, {ids_scratch_.data() + view.first_ref, view.n_refs},
-                    mass_scratch_.data() + view.first_mass, view.n_refs, shape.n_kv_heads * shape.n_gqa, groups_[i % groups_.size()].n_rows - attention_scratch_[i].mass_first_row);
+    cache_->AddMass(
+        layer.first_cache_layer + part, {ids_scratch_.data() + view.first_ref, view.n_refs},
+        mass_scratch_.data() + view.first_mass, view.n_refs, shape.n_kv_heads * shape.n_gqa,
+        groups_[i % groups_.size()].n_rows - attention_scratch_[i].mass_first_row);
   }
   return BoundedRoute(layer, pool);
 }

@@ -15,11 +15,14 @@ namespace {
 
 constexpr size_t kAlignment = 64;
 
-BufferContext* Context(ggml_backend_buffer_t buffer) { return static_cast<BufferContext*>(buffer->context); }
+BufferContext* Context(ggml_backend_buffer_t buffer) {
+  return static_cast<BufferContext*>(buffer->context);
+}
 
 // Any tensor may be a view: offsets count from the owner of the memory.
 size_t OffsetInRoot(const ggml_tensor* tensor) {
-  return static_cast<size_t>(static_cast<const char*>(tensor->data) - static_cast<const char*>(Root(tensor)->data));
+  return static_cast<size_t>(static_cast<const char*>(tensor->data) -
+                             static_cast<const char*>(Root(tensor)->data));
 }
 
 bool IsVirtual(const ggml_tensor* tensor) {
@@ -30,14 +33,16 @@ bool IsVirtual(const ggml_tensor* tensor) {
 void FreeBuffer(ggml_backend_buffer_t buffer) {
   BufferContext* context = Context(buffer);
   if (context->group) context->group->LogSummary();
-  if (context->group && context->session) std::erase(context->session->groups, context->group.get());
+  if (context->group && context->session)
+    std::erase(context->session->groups, context->group.get());
   if (context->base) munmap(context->base, context->size);
   delete context;
 }
 
 void* GetBase(ggml_backend_buffer_t buffer) {
   BufferContext* context = Context(buffer);
-  return context->base ? context->base : reinterpret_cast<void*>(kAlignment);  // dummy buffers must not be null
+  return context->base ? context->base
+                       : reinterpret_cast<void*>(kAlignment);  // dummy buffers must not be null
 }
 
 // An absolute budget is one for all caches of a context (a model with sliding windows has two).
@@ -72,7 +77,8 @@ ggml_status InitTensor(ggml_backend_buffer_t buffer, ggml_tensor* tensor) {
   return GGML_STATUS_FAILED;
 }
 
-void MemsetTensor(ggml_backend_buffer_t, ggml_tensor* tensor, uint8_t value, size_t offset, size_t size) {
+void MemsetTensor(ggml_backend_buffer_t, ggml_tensor* tensor, uint8_t value, size_t offset,
+                  size_t size) {
   if (IsVirtual(tensor)) {
     GroupOf(Root(tensor))->ZeroBytes(Root(tensor), OffsetInRoot(tensor) + offset, size);
     return;
@@ -80,27 +86,32 @@ void MemsetTensor(ggml_backend_buffer_t, ggml_tensor* tensor, uint8_t value, siz
   std::memset(static_cast<char*>(tensor->data) + offset, value, size);
 }
 
-void SetTensor(ggml_backend_buffer_t, ggml_tensor* tensor, const void* data, size_t offset, size_t size) {
+void SetTensor(ggml_backend_buffer_t, ggml_tensor* tensor, const void* data, size_t offset,
+               size_t size) {
   if (!IsVirtual(tensor)) {
     std::memcpy(static_cast<char*>(tensor->data) + offset, data, size);
     return;
   }
-  const Status status = GroupOf(Root(tensor))->WriteBytes(Root(tensor), OffsetInRoot(tensor) + offset, size,
-                                                          static_cast<const uint8_t*>(data));
+  const Status status = GroupOf(Root(tensor))
+                            ->WriteBytes(Root(tensor), OffsetInRoot(tensor) + offset, size,
+                                         static_cast<const uint8_t*>(data));
   if (!status.ok()) LogError("restoring state: " + status.message());
 }
 
-void GetTensor(ggml_backend_buffer_t, const ggml_tensor* tensor, void* data, size_t offset, size_t size) {
+void GetTensor(ggml_backend_buffer_t, const ggml_tensor* tensor, void* data, size_t offset,
+               size_t size) {
   if (!IsVirtual(tensor)) {
     std::memcpy(data, static_cast<const char*>(tensor->data) + offset, size);
     return;
   }
-  GroupOf(Root(tensor))->ReadBytes(Root(tensor), OffsetInRoot(tensor) + offset, size, static_cast<uint8_t*>(data));
+  GroupOf(Root(tensor))
+      ->ReadBytes(Root(tensor), OffsetInRoot(tensor) + offset, size, static_cast<uint8_t*>(data));
 }
 
 bool CopyTensor(ggml_backend_buffer_t, const ggml_tensor* src, ggml_tensor* dst) {
   if (!IsVirtual(dst)) {
-    if (IsOurs(Root(src)->buffer) && IsVirtual(src)) return false;  // goes through GetTensor as state rows
+    if (IsOurs(Root(src)->buffer) && IsVirtual(src))
+      return false;  // goes through GetTensor as state rows
     if (!ggml_backend_buffer_is_host(Root(src)->buffer) && !IsOurs(Root(src)->buffer)) return false;
     std::memcpy(dst->data, src->data, ggml_nbytes(src));
     return true;
@@ -147,8 +158,10 @@ ggml_backend_buffer_t AllocBuffer(ggml_backend_buffer_type_t buft, size_t size) 
   if (!context) return nullptr;
   context->session = std::move(session);
   if (size) {
-    // MAP_NORESERVE: the range of a cache may exceed the machine's memory, since it is never touched.
-    void* base = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    // MAP_NORESERVE: the range of a cache may exceed the machine's memory, since it is never
+    // touched.
+    void* base = mmap(nullptr, size, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (base == MAP_FAILED) {
       LogError("the system refuses an address range of " + std::to_string(size) + " bytes");
       delete context;
@@ -167,14 +180,17 @@ bool IsHost(ggml_backend_buffer_type_t) { return false; }
 
 ggml_backend_buffer_type_t BufferType() {
   static ggml_backend_buffer_type type = {
-      {BufferTypeName, AllocBuffer, Alignment, /*get_max_size*/ nullptr, /*get_alloc_size*/ nullptr, IsHost},
+      {BufferTypeName, AllocBuffer, Alignment, /*get_max_size*/ nullptr, /*get_alloc_size*/ nullptr,
+       IsHost},
       Device(),
       nullptr,
   };
   return &type;
 }
 
-bool IsCacheTensor(const ggml_tensor* root) { return IsOurs(root->buffer) && ParseCacheName(root->name).kind != 0; }
+bool IsCacheTensor(const ggml_tensor* root) {
+  return IsOurs(root->buffer) && ParseCacheName(root->name).kind != 0;
+}
 
 BufferContext* ContextOf(const ggml_tensor* root) {
   return IsOurs(root->buffer) ? static_cast<BufferContext*>(root->buffer->context) : nullptr;

@@ -25,12 +25,15 @@ int Report(const Status& status) {
   return -static_cast<int>(status.code());
 }
 
-// Runs f(Session&) -> int; turns a missing session and stray exceptions (out of memory) into error codes.
+// Runs f(Session&) -> int; turns a missing session and stray exceptions (out of memory) into error
+// codes.
 template <typename F>
 int WithSession(uint64_t id, F&& f) {
   try {
     const std::shared_ptr<Session> session = Sessions::Get().Find(id);
-    if (!session) return Report(qevict::NotFound("there is no session " + std::to_string(id) + " on the QEVICT device"));
+    if (!session)
+      return Report(
+          qevict::NotFound("there is no session " + std::to_string(id) + " on the QEVICT device"));
     return f(*session);
   } catch (const std::exception& e) {
     SetLastError(e.what());
@@ -111,7 +114,8 @@ int qevict_set_budget_tokens(uint64_t session, uint32_t tokens) {
 
 int qevict_set_phase(uint64_t session, qevict_phase phase) {
   if (phase < QEVICT_PHASE_AUTO || phase > QEVICT_PHASE_DECODE) {
-    return Report(qevict::InvalidArgument("phase " + std::to_string(static_cast<int>(phase)) + " is not 0, 1 or 2"));
+    return Report(qevict::InvalidArgument("phase " + std::to_string(static_cast<int>(phase)) +
+                                          " is not 0, 1 or 2"));
   }
   return WithSession(session, [phase](Session& s) {
     for (CacheGroup* group : s.groups) group->set_phase(phase);
@@ -128,10 +132,13 @@ int qevict_get_stats(uint64_t session, qevict_stats* stats) {
   });
 }
 
-int qevict_get_layer(uint64_t session, uint32_t cache, uint32_t layer, uint32_t* births, uint8_t* tiers, float* scores, uint32_t capacity) {
+int qevict_get_layer(uint64_t session, uint32_t cache, uint32_t layer, uint32_t* births,
+                     uint8_t* tiers, float* scores, uint32_t capacity) {
   return WithSession(session, [=](Session& s) {
-    if (cache >= s.groups.size() || !s.groups[cache]->cache() || layer >= s.groups[cache]->cache()->n_layers()) {
-      return Report(qevict::OutOfRange("cache " + std::to_string(cache) + ", layer " + std::to_string(layer) + " does not exist"));
+    if (cache >= s.groups.size() || !s.groups[cache]->cache() ||
+        layer >= s.groups[cache]->cache()->n_layers()) {
+      return Report(qevict::OutOfRange("cache " + std::to_string(cache) + ", layer " +
+                                       std::to_string(layer) + " does not exist"));
     }
     return s.groups[cache]->DumpLayer(layer, births, tiers, scores, capacity);
   });

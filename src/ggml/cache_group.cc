@@ -34,14 +34,17 @@ Status CheckBudgetTokens(const Config& config, uint32_t cells) {
   if (config.preset == Preset::kFull || config.budget_bytes) return {};
   const uint64_t tokens = config.budget_tokens ? config.budget_tokens : cells;
   const auto have = static_cast<uint64_t>(config.budget_fraction * static_cast<double>(tokens));
-  const uint64_t need = uint64_t{config.sinks} + config.recents + config.EffectiveInterval() + config.window;
+  const uint64_t need =
+      uint64_t{config.sinks} + config.recents + config.EffectiveInterval() + config.window;
   if (have >= need) return {};
   char text[256];
   std::snprintf(text, sizeof(text),
-                "budget %.4g%% of %llu tokens allows %llu tokens, but sinks + recents + interval + one window need %llu: use at "
+                "budget %.4g%% of %llu tokens allows %llu tokens, but sinks + recents + interval + "
+                "one window need %llu: use at "
                 "least %.1f%% or a longer context (-c)",
-                config.budget_fraction * 100.0, static_cast<unsigned long long>(tokens), static_cast<unsigned long long>(have),
-                static_cast<unsigned long long>(need), std::ceil(1000.0 * static_cast<double>(need) / static_cast<double>(tokens)) / 10.0);
+                config.budget_fraction * 100.0, static_cast<unsigned long long>(tokens),
+                static_cast<unsigned long long>(have), static_cast<unsigned long long>(need),
+                std::ceil(1000.0 * static_cast<double>(need) / static_cast<double>(tokens)) / 10.0);
   return InvalidArgument(text);
 }
 
@@ -50,15 +53,19 @@ Status CheckBudgetTokens(const Config& config, uint32_t cells) {
 Status CacheGroup::AddTensor(ggml_tensor* tensor) {
   const CacheName name = ParseCacheName(tensor->name);
   if (name.kind == 'r' || name.kind == 's') {
-    return Unimplemented(std::string("recurrent state ") + tensor->name + " is not supported by QEVICT: run this model with -dev none");
+    return Unimplemented(std::string("recurrent state ") + tensor->name +
+                         " is not supported by QEVICT: run this model with -dev none");
   }
   if (name.kind != 'k' && name.kind != 'v') {
-    return Unimplemented(std::string("cache tensor ") + tensor->name + " is of a kind that QEVICT does not know: run this model with -dev none");
+    return Unimplemented(std::string("cache tensor ") + tensor->name +
+                         " is of a kind that QEVICT does not know: run this model with -dev none");
   }
   if (Result<Elem> elem = ElemOf(tensor); !elem.ok()) return elem.status();
   const bool expects_v = !layers_.empty() && !layers_.back().v;
   if ((name.kind == 'k') == expects_v) {
-    return Unimplemented("the model's cache has keys without values (MLA), which QEVICT does not support: run it with -dev none");
+    return Unimplemented(
+        "the model's cache has keys without values (MLA), which QEVICT does not support: run it "
+        "with -dev none");
   }
   const auto cells = static_cast<uint32_t>(tensor->ne[1]);
   const auto streams = static_cast<uint32_t>(tensor->ne[2]);
@@ -67,7 +74,8 @@ Status CacheGroup::AddTensor(ggml_tensor* tensor) {
     n_streams_ = streams;
     QEVICT_RETURN_IF_ERROR(CheckBudgetTokens(config_, cells));
   } else if (cells != n_cells_ || streams != n_streams_) {
-    return Unimplemented(std::string("cache tensor ") + tensor->name + " has another shape than the first one of its buffer");
+    return Unimplemented(std::string("cache tensor ") + tensor->name +
+                         " has another shape than the first one of its buffer");
   }
   if (name.kind == 'k') {
     layers_.push_back({});
@@ -85,7 +93,8 @@ void CacheGroup::ShareBudget(uint64_t all_f16_bytes) {
   config_.budget_bytes = static_cast<uint64_t>(part * static_cast<double>(all_budget_bytes_));
 }
 
-// Heads are not known before the first graph: rows count as small ones, which asks for a little less than KvCache will.
+// Heads are not known before the first graph: rows count as small ones, which asks for a little
+// less than KvCache will.
 Status CacheGroup::CheckBudget() const {
   if (config_.preset == Preset::kFull || layers_.empty() || !layers_.back().v) return {};
   Config config = config_;
@@ -93,20 +102,26 @@ Status CacheGroup::CheckBudget() const {
   std::vector<LayerShape> shapes;
   uint64_t token_bytes = 0;
   for (const LayerBinding& layer : layers_) {
-    const auto k_row = static_cast<uint32_t>(layer.k->ne[0]), v_row = static_cast<uint32_t>(layer.v->ne[0]);
+    const auto k_row = static_cast<uint32_t>(layer.k->ne[0]),
+               v_row = static_cast<uint32_t>(layer.v->ne[0]);
     uint32_t head_dim = 64;
-    while (head_dim > 8 && (k_row % head_dim != 0 || v_row % (k_row / head_dim) != 0)) head_dim /= 2;
+    while (head_dim > 8 && (k_row % head_dim != 0 || v_row % (k_row / head_dim) != 0))
+      head_dim /= 2;
     const uint32_t n_heads = std::max(1u, k_row / head_dim);
     shapes.push_back({n_heads, k_row / n_heads, v_row / n_heads, Elem::kF16, Elem::kF16});
     token_bytes += layer.k->nb[1] + layer.v->nb[1];
   }
   const uint64_t minimum = MinimumBudgetBytes(config, shapes);
-  const uint64_t budget = config.budget_bytes ? config.budget_bytes
-                                              : static_cast<uint64_t>(config.budget_fraction * static_cast<double>(config.budget_tokens) *
-                                                                      static_cast<double>(token_bytes));
+  const uint64_t budget = config.budget_bytes
+                              ? config.budget_bytes
+                              : static_cast<uint64_t>(config.budget_fraction *
+                                                      static_cast<double>(config.budget_tokens) *
+                                                      static_cast<double>(token_bytes));
   if (budget >= minimum) return {};
-  return InvalidArgument("a budget of " + SizeText(budget) + " for " + std::to_string(layers_.size()) +
-                         " layers is too small: sinks, recents, one interval and one packed window need at least " + SizeText(minimum));
+  return InvalidArgument(
+      "a budget of " + SizeText(budget) + " for " + std::to_string(layers_.size()) +
+      " layers is too small: sinks, recents, one interval and one packed window need at least " +
+      SizeText(minimum));
 }
 
 int CacheGroup::FindLayer(const ggml_tensor* root) const {
@@ -128,7 +143,9 @@ void CacheGroup::Observe(const ggml_tensor* flash_attn) {
 void CacheGroup::ObserveRows(const ggml_tensor* set_rows) {
   const ggml_tensor* root = Root(set_rows);
   const int il = FindLayer(root);
-  if (il < 0 || layers_[static_cast<size_t>(il)].k != root || layers_[static_cast<size_t>(il)].rope_known) return;
+  if (il < 0 || layers_[static_cast<size_t>(il)].k != root ||
+      layers_[static_cast<size_t>(il)].rope_known)
+    return;
   const ggml_tensor* rope = FindRopeBehind(set_rows->src[0]);
   if (rope && rope->src[2] && !rope->src[2]->data) return;  // frequency factors are not loaded yet
   layers_[static_cast<size_t>(il)].rope_known = true;
@@ -139,17 +156,23 @@ Status CacheGroup::EnsureCache() {
   if (cache_) return {};
   std::vector<LayerShape> shapes;
   for (LayerBinding& layer : layers_) {
-    if (!layer.v) return Unimplemented("the model's cache has keys without values (MLA), which QEVICT does not support");
+    if (!layer.v)
+      return Unimplemented(
+          "the model's cache has keys without values (MLA), which QEVICT does not support");
     if (!layer.n_kv_heads) {
-      return FailedPrecondition("layer " + std::to_string(layer.model_layer) + " has a cache but no attention over it has been seen");
+      return FailedPrecondition("layer " + std::to_string(layer.model_layer) +
+                                " has a cache but no attention over it has been seen");
     }
-    if (layer.k->ne[0] != int64_t{layer.n_kv_heads} * layer.head_dim || layer.v->ne[0] != int64_t{layer.n_kv_heads} * layer.head_dim_v) {
-      return Unimplemented("layer " + std::to_string(layer.model_layer) + " attends over a part of its cache rows, which QEVICT does not support");
+    if (layer.k->ne[0] != int64_t{layer.n_kv_heads} * layer.head_dim ||
+        layer.v->ne[0] != int64_t{layer.n_kv_heads} * layer.head_dim_v) {
+      return Unimplemented("layer " + std::to_string(layer.model_layer) +
+                           " attends over a part of its cache rows, which QEVICT does not support");
     }
     layer.first_cache_layer = static_cast<uint32_t>(shapes.size());
     layer.n_parts = config_.per_head ? layer.n_kv_heads : 1;
     shapes.insert(shapes.end(), layer.n_parts,
-                  {layer.n_kv_heads / layer.n_parts, layer.head_dim, layer.head_dim_v, *ElemOf(layer.k), *ElemOf(layer.v)});
+                  {layer.n_kv_heads / layer.n_parts, layer.head_dim, layer.head_dim_v,
+                   *ElemOf(layer.k), *ElemOf(layer.v)});
   }
   Result<std::unique_ptr<KvCache>> cache = KvCache::Create(config_, shapes, n_streams_, n_cells_);
   if (!cache.ok()) return cache.status();
@@ -160,13 +183,18 @@ Status CacheGroup::EnsureCache() {
   k_written_.assign(layers_.size(), 0);
   highest_cell_.assign(n_streams_, 0);
   const uint64_t full = f16_bytes();
-  std::string line = "KV cache of " + std::to_string(layers_.size()) + " layers, " + std::to_string(n_cells_) + " cells, " +
-                     std::to_string(n_streams_) + " stream(s): full size " + MiB(full) + ", preset " + PresetName(config_.preset);
+  std::string line = "KV cache of " + std::to_string(layers_.size()) + " layers, " +
+                     std::to_string(n_cells_) + " cells, " + std::to_string(n_streams_) +
+                     " stream(s): full size " + MiB(full) + ", preset " +
+                     PresetName(config_.preset);
   if (config_.preset != Preset::kFull) {
-    const uint64_t budget = config_.budget_bytes
-                                ? config_.budget_bytes
-                                : static_cast<uint64_t>(config_.budget_fraction * static_cast<double>(full) *
-                                                        (config_.budget_tokens ? static_cast<double>(config_.budget_tokens) / n_cells_ : 1.0));
+    const uint64_t budget =
+        config_.budget_bytes
+            ? config_.budget_bytes
+            : static_cast<uint64_t>(config_.budget_fraction * static_cast<double>(full) *
+                                    (config_.budget_tokens
+                                         ? static_cast<double>(config_.budget_tokens) / n_cells_
+                                         : 1.0));
     line += ", budget " + MiB(budget);
   }
   LogInfo(line + ", kernels " + kernels::IsaName(kernels::ActiveIsa()));
@@ -185,16 +213,22 @@ void CacheGroup::LogSummary() const {
   if (!cache_) return;
   const CacheStats s = cache_->Stats();
   if (s.events == 0) return;
-  LogInfo("KV bytes " + MiB(s.bytes.total()) + " (full " + MiB(s.bytes.full) + ", packed " + MiB(s.bytes.packed) + ", dormant " +
-          MiB(s.bytes.dormant) + ", tables " + MiB(s.bytes.tables) + ", slack " + MiB(s.bytes.slack) + "), f16 cache of the same tokens " +
-          MiB(s.f16_bytes) + "; " + std::to_string(s.events) + " events, " + std::to_string(s.promotions) + " promotions, " +
-          std::to_string(s.demotions) + " demotions, " + std::to_string(s.evictions) + " evictions");
+  LogInfo("KV bytes " + MiB(s.bytes.total()) + " (full " + MiB(s.bytes.full) + ", packed " +
+          MiB(s.bytes.packed) + ", dormant " + MiB(s.bytes.dormant) + ", tables " +
+          MiB(s.bytes.tables) + ", slack " + MiB(s.bytes.slack) +
+          "), f16 cache of the same tokens " + MiB(s.f16_bytes) + "; " + std::to_string(s.events) +
+          " events, " + std::to_string(s.promotions) + " promotions, " +
+          std::to_string(s.demotions) + " demotions, " + std::to_string(s.evictions) +
+          " evictions");
 }
 
 uint64_t CacheGroup::workspace_bytes() const {
-  uint64_t bytes = workspace_.bytes() + (bits_scratch_.capacity() + bias_scratch_.capacity() + mass_scratch_.capacity()) * 4;
+  uint64_t bytes =
+      workspace_.bytes() +
+      (bits_scratch_.capacity() + bias_scratch_.capacity() + mass_scratch_.capacity()) * 4;
   for (const MaskBits& mask : masks_) bytes += mask.bytes();
-  for (const RowGroup& group : groups_) bytes += (group.bits.capacity() + group.bias.capacity() + group.windows.capacity()) * 4;
+  for (const RowGroup& group : groups_)
+    bytes += (group.bits.capacity() + group.bias.capacity() + group.windows.capacity()) * 4;
   return bytes;
 }
 
@@ -212,7 +246,9 @@ Status CacheGroup::CopyStream(const ggml_tensor* src, const ggml_tensor* dst) {
   QEVICT_RETURN_IF_ERROR(EnsureCache());
   const ggml_tensor* root = Root(dst);
   const auto stream = [root](const ggml_tensor* t) {
-    return static_cast<uint32_t>((static_cast<const char*>(t->data) - static_cast<const char*>(root->data)) / static_cast<ptrdiff_t>(root->nb[2]));
+    return static_cast<uint32_t>(
+        (static_cast<const char*>(t->data) - static_cast<const char*>(root->data)) /
+        static_cast<ptrdiff_t>(root->nb[2]));
   };
   const std::pair<uint32_t, uint32_t> streams{stream(src), stream(dst)};
   const bool again = std::find(copied_.begin(), copied_.end(), root) != copied_.end();
@@ -228,10 +264,12 @@ Status CacheGroup::CopyStream(const ggml_tensor* src, const ggml_tensor* dst) {
 
 Status CacheGroup::ShiftRope(const ggml_tensor* op, OmpPool& pool) {
   const int il = FindLayer(Root(op));
-  if (il < 0 || layers_[static_cast<size_t>(il)].v == Root(op)) return Unimplemented("RoPE over cached values is not supported");
+  if (il < 0 || layers_[static_cast<size_t>(il)].v == Root(op))
+    return Unimplemented("RoPE over cached values is not supported");
   QEVICT_RETURN_IF_ERROR(EnsureCache());
   if (layers_[static_cast<size_t>(il)].rope.pairing == RopePairing::kNone) {
-    return Unimplemented(std::string("the keys of ") + Root(op)->name + " cannot be moved: what rotated them is not understood");
+    return Unimplemented(std::string("the keys of ") + Root(op)->name +
+                         " cannot be moved: what rotated them is not understood");
   }
   if (shifted_.empty() || std::find(shifted_.begin(), shifted_.end(), Root(op)) != shifted_.end()) {
     const auto* delta = static_cast<const int32_t*>(op->src[1]->data);
@@ -241,11 +279,13 @@ Status CacheGroup::ShiftRope(const ggml_tensor* op, OmpPool& pool) {
   }
   shifted_.push_back(Root(op));
   const LayerBinding& layer = layers_[static_cast<size_t>(il)];
-  for (uint32_t part = 0; part < layer.n_parts; ++part) cache_->RotateLayer(layer.first_cache_layer + part, shift_, pool);
+  for (uint32_t part = 0; part < layer.n_parts; ++part)
+    cache_->RotateLayer(layer.first_cache_layer + part, shift_, pool);
   return {};
 }
 
-int CacheGroup::DumpLayer(uint32_t il, uint32_t* births, uint8_t* tiers, float* scores, uint32_t capacity) {
+int CacheGroup::DumpLayer(uint32_t il, uint32_t* births, uint8_t* tiers, float* scores,
+                          uint32_t capacity) {
   uint32_t n = 0;
   for (uint32_t stream = 0; stream < n_streams_; ++stream) {
     for (const SeqId seq : cache_->Sequences(stream)) {

@@ -1,10 +1,12 @@
-// CacheGroup: the K and V tensors of one llama.cpp cache (one buffer) and the KvCache that holds their contents.
+// CacheGroup: the K and V tensors of one llama.cpp cache (one buffer) and the KvCache that holds
+// their contents.
 //
 // A step is one graph of the host program over this cache:
-//   begin   first SET_ROWS of K: read cells and positions, infer sequences, route if an event is due, append
-//   layer   SET_ROWS K, SET_ROWS V, FLASH_ATTN_EXT; scores; with a bounded prompt, routing of the layer
-// Nothing in the backend interface announces a step: the thread-count callback precedes every graph, and a second write to the
-// same layer starts a new one.
+//   begin   first SET_ROWS of K: read cells and positions, infer sequences, route if an event is
+//   due, append layer   SET_ROWS K, SET_ROWS V, FLASH_ATTN_EXT; scores; with a bounded prompt,
+//   routing of the layer
+// Nothing in the backend interface announces a step: the thread-count callback precedes every
+// graph, and a second write to the same layer starts a new one.
 #pragma once
 
 #include <cstdint>
@@ -28,36 +30,43 @@ struct LayerBinding {
   int model_layer = -1;
   ggml_tensor* k = nullptr;
   ggml_tensor* v = nullptr;
-  uint32_t n_kv_heads = 0, head_dim = 0, head_dim_v = 0;  ///< known once a FLASH_ATTN_EXT over the layer has been seen
-  uint32_t first_cache_layer = 0, n_parts = 1;  ///< in the KvCache: one layer, or under per_head one per kv head
+  uint32_t n_kv_heads = 0, head_dim = 0,
+           head_dim_v = 0;  ///< known once a FLASH_ATTN_EXT over the layer has been seen
+  uint32_t first_cache_layer = 0,
+           n_parts = 1;     ///< in the KvCache: one layer, or under per_head one per kv head
   bool rope_known = false;  ///< rope says how rows are rotated, kNone included
   RopeParams rope;
 };
 
-/// Rows of one sequence (or of one set of sequences) inside the current step, which attend to the same windows.
+/// Rows of one sequence (or of one set of sequences) inside the current step, which attend to the
+/// same windows.
 struct RowGroup {
   uint32_t stream_index = 0;  ///< among the streams of the step
   uint32_t first_row = 0, n_rows = 0;
-  SeqId seq = 0;                 ///< the sequence the rows were appended to
-  std::vector<SeqId> visible;    ///< sequences with visible tokens, oldest first
-  std::vector<WindowId> windows; ///< all their windows, in order
-  std::vector<uint32_t> bits;    ///< [n_rows][windows.size()]
-  std::vector<float> bias;       ///< [n_rows][windows.size() * window], if the mask carries values
+  SeqId seq = 0;                  ///< the sequence the rows were appended to
+  std::vector<SeqId> visible;     ///< sequences with visible tokens, oldest first
+  std::vector<WindowId> windows;  ///< all their windows, in order
+  std::vector<uint32_t> bits;     ///< [n_rows][windows.size()]
+  std::vector<float> bias;        ///< [n_rows][windows.size() * window], if the mask carries values
 };
 
 class CacheGroup {
  public:
-  explicit CacheGroup(Config config) : config_(std::move(config)), all_budget_bytes_(config_.budget_bytes) {}
+  explicit CacheGroup(Config config)
+      : config_(std::move(config)), all_budget_bytes_(config_.budget_bytes) {}
 
-  /// Called by init_tensor for every cache_* tensor; refuses what cannot be held, with the sentence in the Status.
+  /// Called by init_tensor for every cache_* tensor; refuses what cannot be held, with the sentence
+  /// in the Status.
   Status AddTensor(ggml_tensor* tensor);
-  /// The caches of a session share an absolute budget by their sizes: this one gets its part of `all_f16_bytes`.
+  /// The caches of a session share an absolute budget by their sizes: this one gets its part of
+  /// `all_f16_bytes`.
   void ShareBudget(uint64_t all_f16_bytes);
   /// What always stays must fit into the budget; for when all tensors have been added.
   Status CheckBudget() const;
   /// Learns the head shape of a layer from an attention op over it.
   void Observe(const ggml_tensor* flash_attn);
-  /// Learns the RoPE of a layer from a write of its keys. State may be restored before the first step, and is packed by it.
+  /// Learns the RoPE of a layer from a write of its keys. State may be restored before the first
+  /// step, and is packed by it.
   void ObserveRows(const ggml_tensor* set_rows);
   bool Owns(const ggml_tensor* root) const { return FindLayer(root) >= 0; }
 
@@ -81,7 +90,8 @@ class CacheGroup {
 
   /// One log line about what was held and done; at the end of a cache that was routed.
   void LogSummary() const;
-  /// Makes the KvCache if the shapes are known. Fails if they are not, or if the budget cannot hold them.
+  /// Makes the KvCache if the shapes are known. Fails if they are not, or if the budget cannot hold
+  /// them.
   Status EnsureCache();
   KvCache* cache() { return cache_.get(); }
   const std::vector<LayerBinding>& layers() const { return layers_; }
@@ -93,7 +103,9 @@ class CacheGroup {
   void set_budget_tokens(uint32_t tokens) { config_.budget_tokens = tokens; }
   Config& config() { return config_; }
 
-  struct Timers { uint64_t attention_ns = 0, write_ns = 0, mask_ns = 0, route_ns = 0; };
+  struct Timers {
+    uint64_t attention_ns = 0, write_ns = 0, mask_ns = 0, route_ns = 0;
+  };
   const Timers& timers() const { return timers_; }
 
  private:
@@ -117,9 +129,10 @@ class CacheGroup {
     size_t first_ref, n_refs, first_bit, first_bias, first_mass;
   };
   GroupView CollectGroup(uint32_t cache_layer, const RowGroup& group);
-  kernels::AttentionGroup ToKernel(const ggml_tensor* op, const kernels::AttentionShape& shape, const RowGroup& group, const GroupView& view,
-                                   uint32_t part);
-  Status RestoreRows(const LayerBinding& layer, bool is_k, uint32_t stream, uint32_t cell, uint32_t n, const uint16_t* rows);
+  kernels::AttentionGroup ToKernel(const ggml_tensor* op, const kernels::AttentionShape& shape,
+                                   const RowGroup& group, const GroupView& view, uint32_t part);
+  Status RestoreRows(const LayerBinding& layer, bool is_k, uint32_t stream, uint32_t cell,
+                     uint32_t n, const uint16_t* rows);
   bool WantsMass() const { return config_.preset == Preset::kQEvict; }
 
   Config config_;
@@ -131,27 +144,36 @@ class CacheGroup {
 
   // The current step.
   bool step_open_ = false;
-  bool grouped_ = false;                ///< row groups are built (needs the mask)
-  std::vector<uint8_t> k_written_;      ///< per layer
+  bool grouped_ = false;            ///< row groups are built (needs the mask)
+  std::vector<uint8_t> k_written_;  ///< per layer
   std::vector<TokenSpec> tokens_;
   std::vector<uint32_t> token_stream_;
   std::vector<TokenRef> refs_;
-  std::vector<MaskBits> masks_;         ///< per stream of the step
+  std::vector<MaskBits> masks_;               ///< per stream of the step
   const ggml_tensor* mask_tensor_ = nullptr;  ///< what masks_ were read from
-  uint32_t first_stream_ = 0;           ///< of the step's attention; masks_[i] belongs to first_stream_ + i
+  uint32_t first_stream_ = 0;  ///< of the step's attention; masks_[i] belongs to first_stream_ + i
   uint32_t rows_per_stream_ = 0;
   std::vector<RowGroup> groups_;
-  struct SeqRows { SeqId seq; uint32_t rows; bool decode; };
+  struct SeqRows {
+    SeqId seq;
+    uint32_t rows;
+    bool decode;
+  };
   std::vector<SeqRows> seq_rows_;
 
-  // Whole-cache operations that arrive tensor by tensor: a tensor that comes again begins the next operation.
+  // Whole-cache operations that arrive tensor by tensor: a tensor that comes again begins the next
+  // operation.
   std::vector<const ggml_tensor*> shifted_, copied_;
   std::vector<int32_t> shift_;
   std::pair<uint32_t, uint32_t> copied_streams_{};
   std::vector<uint32_t> highest_cell_;  ///< per stream: one past the highest cell written
 
   // State bytes that end inside a row wait here for the rest: per tensor root.
-  struct PartialRow { const ggml_tensor* root; size_t row_begin; std::vector<uint8_t> bytes; };
+  struct PartialRow {
+    const ggml_tensor* root;
+    size_t row_begin;
+    std::vector<uint8_t> bytes;
+  };
   std::vector<PartialRow> partial_rows_;
 
   // Scratch, kept between calls.

@@ -16,9 +16,12 @@
 namespace qevict::plugin {
 namespace {
 
-Session* SessionOf(ggml_backend_t backend) { return static_cast<std::shared_ptr<Session>*>(backend->context)->get(); }
+Session* SessionOf(ggml_backend_t backend) {
+  return static_cast<std::shared_ptr<Session>*>(backend->context)->get();
+}
 
-// --- Backend ---------------------------------------------------------------------------------------------------------
+// --- Backend
+// ---------------------------------------------------------------------------------------------------------
 
 const char* Name(ggml_backend_t) { return "QEVICT"; }
 
@@ -49,11 +52,13 @@ const ggml_backend_i kBackendInterface = {
 };
 
 ggml_guid_t Guid() {
-  static ggml_guid guid = {0x71, 0x65, 0x76, 0x69, 0x63, 0x74, 0x2d, 0x6b, 0x76, 0x2d, 0x63, 0x61, 0x63, 0x68, 0x65, 0x01};
+  static ggml_guid guid = {0x71, 0x65, 0x76, 0x69, 0x63, 0x74, 0x2d, 0x6b,
+                           0x76, 0x2d, 0x63, 0x61, 0x63, 0x68, 0x65, 0x01};
   return &guid;
 }
 
-// --- Device ----------------------------------------------------------------------------------------------------------
+// --- Device
+// ----------------------------------------------------------------------------------------------------------
 
 const char* DeviceName(ggml_backend_dev_t) { return "QEVICT"; }
 const char* DeviceDescription(ggml_backend_dev_t) { return "KV cache under a byte budget"; }
@@ -69,7 +74,8 @@ void DeviceMemory(ggml_backend_dev_t, size_t* free, size_t* total) {
     char line[128];
     unsigned long long kib = 0;
     while (std::fgets(line, sizeof(line), file)) {
-      if (std::sscanf(line, "MemAvailable: %llu kB", &kib) == 1) *free = static_cast<size_t>(kib) * 1024;
+      if (std::sscanf(line, "MemAvailable: %llu kB", &kib) == 1)
+        *free = static_cast<size_t>(kib) * 1024;
     }
     std::fclose(file);
   }
@@ -91,15 +97,17 @@ ggml_backend_t InitBackend(ggml_backend_dev_t dev, const char*) {
 
 ggml_backend_buffer_type_t DeviceBufferType(ggml_backend_dev_t) { return BufferType(); }
 
-// An operation over our cache that we do not know, or that means flash attention is off: it is claimed, since answering
-// "no" for a tensor that only we can read makes ggml abort or silently copy; the compute buffer is then refused.
+// An operation over our cache that we do not know, or that means flash attention is off: it is
+// claimed, since answering "no" for a tensor that only we can read makes ggml abort or silently
+// copy; the compute buffer is then refused.
 void Refuse(const ggml_tensor* cache, const ggml_tensor* op) {
   BufferContext* context = ContextOf(cache);
   if (!context || !context->session || !context->session->refusal.empty()) return;
   context->session->refusal =
       op->op == GGML_OP_MUL_MAT
           ? std::string("flash attention is off, but QEVICT needs it: use `-fa on` (or auto)")
-          : std::string("operation ") + ggml_op_name(op->op) + " over the KV cache is not supported by QEVICT";
+          : std::string("operation ") + ggml_op_name(op->op) +
+                " over the KV cache is not supported by QEVICT";
 }
 
 const ggml_tensor* CacheSource(const ggml_tensor* op) {
@@ -110,12 +118,13 @@ const ggml_tensor* CacheSource(const ggml_tensor* op) {
 }
 
 bool IsViewOp(ggml_op op) {
-  return op == GGML_OP_NONE || op == GGML_OP_VIEW || op == GGML_OP_RESHAPE || op == GGML_OP_PERMUTE ||
-         op == GGML_OP_TRANSPOSE;
+  return op == GGML_OP_NONE || op == GGML_OP_VIEW || op == GGML_OP_RESHAPE ||
+         op == GGML_OP_PERMUTE || op == GGML_OP_TRANSPOSE;
 }
 
-// Positions are read where the rows behind a ROPE are written, which can be after the last ROPE of the graph: this is asked
-// before memory is planned, and an output's memory is not given to another tensor.
+// Positions are read where the rows behind a ROPE are written, which can be after the last ROPE of
+// the graph: this is asked before memory is planned, and an output's memory is not given to another
+// tensor.
 void KeepPositions(const ggml_tensor* set_rows) {
   if (const ggml_tensor* rope = FindRope(set_rows->src[0])) ggml_set_output(rope->src[1]);
 }
@@ -129,7 +138,8 @@ bool SupportsOp(ggml_backend_dev_t, const ggml_tensor* op) {
     if (CacheGroup* group = GroupOf(Root(op->src[1]))) group->Observe(op);
     return true;
   }
-  if (CacheGroup* group = GroupOf(root); group && op->op == GGML_OP_SET_ROWS) group->ObserveRows(op);
+  if (CacheGroup* group = GroupOf(root); group && op->op == GGML_OP_SET_ROWS)
+    group->ObserveRows(op);
   if (const ggml_tensor* cache = CacheSource(op); cache && !IsCacheTensor(root)) {
     Refuse(cache, op);
     return true;
@@ -161,24 +171,30 @@ const ggml_backend_device_i kDeviceInterface = {
     /*event_synchronize*/ nullptr,
 };
 
-// --- Registration ----------------------------------------------------------------------------------------------------
+// --- Registration
+// ----------------------------------------------------------------------------------------------------
 
 const char* RegName(ggml_backend_reg_t) { return "QEVICT"; }
 size_t DeviceCount(ggml_backend_reg_t) { return 1; }
 ggml_backend_dev_t GetDevice(ggml_backend_reg_t, size_t) { return Device(); }
 
-// Host options can leave layers outside the device without a word (-nkvo, -ngl below the number of layers).
+// Host options can leave layers outside the device without a word (-nkvo, -ngl below the number of
+// layers).
 void WarnUncompressed(Session& session) {
   if (session.coverage_checked) return;
   session.coverage_checked = true;
   int first = -1;
   for (const CacheGroup* group : session.groups) {
-    for (const LayerBinding& layer : group->layers()) first = first < 0 ? layer.model_layer : std::min(first, layer.model_layer);
+    for (const LayerBinding& layer : group->layers())
+      first = first < 0 ? layer.model_layer : std::min(first, layer.model_layer);
   }
   if (first < 0) {
-    LogWarn("the KV cache of this context is not on QEVICT and stays uncompressed: remove -nkvo and -ngl 0");
+    LogWarn(
+        "the KV cache of this context is not on QEVICT and stays uncompressed: remove -nkvo and "
+        "-ngl 0");
   } else if (first > 0) {
-    LogWarn("layers 0..." + std::to_string(first - 1) + " are not on QEVICT and stay uncompressed: use -ngl 99");
+    LogWarn("layers 0..." + std::to_string(first - 1) +
+            " are not on QEVICT and stay uncompressed: use -ngl 99");
   }
 }
 
@@ -196,13 +212,16 @@ void SetAbortCallback(ggml_backend_t backend, ggml_abort_callback callback, void
 }
 
 void* ProcAddress(ggml_backend_reg_t, const char* name) {
-  if (std::strcmp(name, "ggml_backend_set_n_threads") == 0) return reinterpret_cast<void*>(SetThreads);
-  if (std::strcmp(name, "ggml_backend_set_abort_callback") == 0) return reinterpret_cast<void*>(SetAbortCallback);
+  if (std::strcmp(name, "ggml_backend_set_n_threads") == 0)
+    return reinterpret_cast<void*>(SetThreads);
+  if (std::strcmp(name, "ggml_backend_set_abort_callback") == 0)
+    return reinterpret_cast<void*>(SetAbortCallback);
   return nullptr;
 }
 
 ggml_backend_reg* RegInstance() {
-  static ggml_backend_reg reg = {GGML_BACKEND_API_VERSION, {RegName, DeviceCount, GetDevice, ProcAddress}, nullptr};
+  static ggml_backend_reg reg = {
+      GGML_BACKEND_API_VERSION, {RegName, DeviceCount, GetDevice, ProcAddress}, nullptr};
   return &reg;
 }
 
@@ -215,8 +234,9 @@ ggml_backend_dev_t Device() {
 
 ggml_backend_reg_t Registration() {
   if (std::strcmp(ggml_version(), kBuiltGgmlVersion) != 0) {
-    LogError(std::string("this process runs ggml ") + ggml_version() + ", but the plug-in was built for ggml " +
-             kBuiltGgmlVersion + "; rebuild it against the same llama.cpp");
+    LogError(std::string("this process runs ggml ") + ggml_version() +
+             ", but the plug-in was built for ggml " + kBuiltGgmlVersion +
+             "; rebuild it against the same llama.cpp");
     return nullptr;
   }
   return RegInstance();

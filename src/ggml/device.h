@@ -5,7 +5,8 @@
 
 namespace qevict::plugin {
 
-/// The registration (one device). Null, with the reason as last error, if the process runs another ggml version.
+/// The registration (one device). Null, with the reason as last error, if the process runs another
+/// ggml version.
 ggml_backend_reg_t Registration();
 ggml_backend_dev_t Device();
 /// Runs the nodes of one split of a graph.

@@ -10,8 +10,8 @@ namespace qevict::plugin {
 namespace {
 
 bool IsNoop(const ggml_tensor* node) {
-  return node->op == GGML_OP_NONE || node->op == GGML_OP_VIEW || node->op == GGML_OP_RESHAPE || node->op == GGML_OP_PERMUTE ||
-         node->op == GGML_OP_TRANSPOSE || ggml_is_empty(node);
+  return node->op == GGML_OP_NONE || node->op == GGML_OP_VIEW || node->op == GGML_OP_RESHAPE ||
+         node->op == GGML_OP_PERMUTE || node->op == GGML_OP_TRANSPOSE || ggml_is_empty(node);
 }
 
 Status ComputeNode(const ggml_tensor* node, const ggml_cgraph* graph, OmpPool& pool) {
@@ -21,7 +21,8 @@ Status ComputeNode(const ggml_tensor* node, const ggml_cgraph* graph, OmpPool& p
   CacheGroup* group = GroupOf(Root(node));
   if (group && node->op == GGML_OP_SET_ROWS) return group->SetRows(node, graph, pool);
   if (group && node->op == GGML_OP_ROPE) return group->ShiftRope(node, pool);
-  return Unimplemented(std::string("operation ") + ggml_op_name(node->op) + " over the KV cache is not supported by QEVICT");
+  return Unimplemented(std::string("operation ") + ggml_op_name(node->op) +
+                       " over the KV cache is not supported by QEVICT");
 }
 
 }  // namespace
@@ -31,11 +32,13 @@ ggml_status ComputeGraph(ggml_backend_t backend, ggml_cgraph* graph) {
   for (int i = 0; i < graph->n_nodes; ++i) {
     ggml_tensor* node = graph->nodes[i];
     if (IsNoop(node)) continue;
-    if (session.abort_callback && session.abort_callback(session.abort_data)) return GGML_STATUS_ABORTED;
+    if (session.abort_callback && session.abort_callback(session.abort_data))
+      return GGML_STATUS_ABORTED;
     const Status status = ComputeNode(node, graph, session.pool);
     if (status.ok()) continue;
     LogError(status.message());
-    return status.code() == StatusCode::kResourceExhausted ? GGML_STATUS_ALLOC_FAILED : GGML_STATUS_FAILED;
+    return status.code() == StatusCode::kResourceExhausted ? GGML_STATUS_ALLOC_FAILED
+                                                           : GGML_STATUS_FAILED;
   }
   return GGML_STATUS_SUCCESS;
 }

@@ -13,7 +13,9 @@ CacheName ParseCacheName(const char* name) {
   CacheName result;
   if (std::strncmp(name, kPrefix, 6) != 0) return result;
   const char* tail = std::strrchr(name, '_');  // "..k_l12": the layer follows the last underscore
-  if (!tail || tail[1] != 'l' || !std::isdigit(static_cast<unsigned char>(tail[2])) || tail - name < 7) return result;
+  if (!tail || tail[1] != 'l' || !std::isdigit(static_cast<unsigned char>(tail[2])) ||
+      tail - name < 7)
+    return result;
   result.kind = tail[-1];
   result.layer = std::atoi(tail + 2);
   return result;
@@ -23,16 +25,19 @@ const ggml_tensor* FindRope(const ggml_tensor* rows) {
   const ggml_tensor* t = rows;
   for (int depth = 0; t && depth < 16; ++depth) {
     switch (t->op) {
-      case GGML_OP_ROPE: return t;
+      case GGML_OP_ROPE:
+        return t;
       case GGML_OP_VIEW:
-        // A view of a part (fused QKV) still has the rotation of the whole, but a view of another token does not occur.
+        // A view of a part (fused QKV) still has the rotation of the whole, but a view of another
+        // token does not occur.
         t = t->src[0] ? t->src[0] : t->view_src;
         break;
       case GGML_OP_RESHAPE:
       case GGML_OP_CONT:
         t = t->src[0];
         break;
-      default: return nullptr;
+      default:
+        return nullptr;
     }
   }
   return nullptr;
@@ -43,7 +48,9 @@ const ggml_tensor* FindRopeBehind(const ggml_tensor* rows) {
   for (int depth = 0; t && depth < 32; ++depth) {
     if (const ggml_tensor* rope = FindRope(t)) return rope;
     switch (t->op) {
-      case GGML_OP_VIEW: t = t->src[0] ? t->src[0] : t->view_src; break;
+      case GGML_OP_VIEW:
+        t = t->src[0] ? t->src[0] : t->view_src;
+        break;
       case GGML_OP_RESHAPE:
       case GGML_OP_CONT:
       case GGML_OP_NORM:
@@ -52,8 +59,11 @@ const ggml_tensor* FindRopeBehind(const ggml_tensor* rows) {
       case GGML_OP_SCALE:
       case GGML_OP_CLAMP:
       case GGML_OP_ADD:
-      case GGML_OP_MUL: t = t->src[0]; break;
-      default: return nullptr;
+      case GGML_OP_MUL:
+        t = t->src[0];
+        break;
+      default:
+        return nullptr;
     }
   }
   return nullptr;
@@ -67,8 +77,8 @@ float ParamF32(const ggml_tensor* t, int i) {
   return f;
 }
 
-// Interleaved M-RoPE leaves pairs that belong to no section at the fourth position, which is 0 for text: an infinite
-// frequency divisor says "never rotated" (ggml-cpu/ops.cpp, M-RoPE cache).
+// Interleaved M-RoPE leaves pairs that belong to no section at the fourth position, which is 0 for
+// text: an infinite frequency divisor says "never rotated" (ggml-cpu/ops.cpp, M-RoPE cache).
 void MarkUnrotatedPairs(const ggml_tensor* rope, RopeParams& params) {
   int32_t sections[4];
   std::memcpy(sections, rope->op_params + 11, sizeof(sections));
@@ -79,7 +89,9 @@ void MarkUnrotatedPairs(const ggml_tensor* rope, RopeParams& params) {
   const bool interleaved = rope->op_params[2] == GGML_ROPE_TYPE_IMROPE;
   for (uint32_t i = 0; i < n_pairs; ++i) {
     const int sector = static_cast<int>(i) % total;
-    const bool rotated = interleaved ? sector < 3 * sections[(sector % 3 == 0) ? 0 : (sector % 3 == 1) ? 1 : 2]
+    const bool rotated = interleaved ? sector < 3 * sections[(sector % 3 == 0)   ? 0
+                                                             : (sector % 3 == 1) ? 1
+                                                                                 : 2]
                                      : sector < sections[0] + sections[1] + sections[2];
     if (!rotated) params.freq_factors[i] = std::numeric_limits<float>::infinity();
   }
@@ -91,11 +103,16 @@ RopeParams ReadRope(const ggml_tensor* rope) {
   RopeParams params;
   const int mode = rope->op_params[2];
   switch (mode) {
-    case GGML_ROPE_TYPE_NORMAL: params.pairing = RopePairing::kInterleaved; break;
+    case GGML_ROPE_TYPE_NORMAL:
+      params.pairing = RopePairing::kInterleaved;
+      break;
     case GGML_ROPE_TYPE_NEOX:
     case GGML_ROPE_TYPE_MROPE:
-    case GGML_ROPE_TYPE_IMROPE: params.pairing = RopePairing::kHalves; break;
-    default: return params;
+    case GGML_ROPE_TYPE_IMROPE:
+      params.pairing = RopePairing::kHalves;
+      break;
+    default:
+      return params;
   }
   params.n_dims = static_cast<uint32_t>(rope->op_params[1]);
   params.offset = static_cast<uint32_t>(rope->op_params[15]);
@@ -110,11 +127,13 @@ RopeParams ReadRope(const ggml_tensor* rope) {
     const float* f = static_cast<const float*>(factors->data);
     if (f) params.freq_factors.assign(f, f + params.n_dims / 2);
   }
-  if (mode == GGML_ROPE_TYPE_MROPE || mode == GGML_ROPE_TYPE_IMROPE) MarkUnrotatedPairs(rope, params);
+  if (mode == GGML_ROPE_TYPE_MROPE || mode == GGML_ROPE_TYPE_IMROPE)
+    MarkUnrotatedPairs(rope, params);
   return params;
 }
 
-void ReadPositions(const ggml_tensor* rope, size_t n, std::vector<int32_t>& pos, std::vector<uint8_t>& positional) {
+void ReadPositions(const ggml_tensor* rope, size_t n, std::vector<int32_t>& pos,
+                   std::vector<uint8_t>& positional) {
   const int32_t* p = static_cast<const int32_t*>(rope->src[1]->data);
   const bool multi = (rope->op_params[2] & GGML_ROPE_TYPE_MROPE) != 0;
   pos.assign(p, p + n);
@@ -122,7 +141,8 @@ void ReadPositions(const ggml_tensor* rope, size_t n, std::vector<int32_t>& pos,
   if (!multi) return;
   for (size_t i = 0; i < n; ++i) {
     // Text tokens carry one position three times and 0 as the fourth.
-    positional[i] = p[i] == p[i + n] && p[i] == p[i + 2 * n] && (p[i + 3 * n] == 0 || p[i + 3 * n] == p[i]);
+    positional[i] =
+        p[i] == p[i + n] && p[i] == p[i + 2 * n] && (p[i + 3 * n] == 0 || p[i + 3 * n] == p[i]);
   }
 }
 

@@ -1,4 +1,5 @@
-// Logging of the plug-in: through ggml's sink, so that it lands where the host program's own log does.
+// Logging of the plug-in: through ggml's sink, so that it lands where the host program's own log
+// does.
 #pragma once
 
 #include <string>

@@ -9,7 +9,8 @@ namespace {
 
 constexpr uint16_t kMinusInf = 0xFC00;
 
-// One word of 64 cells: bit = "not -inf". Written so that compilers vectorise it: 16 bits come from 16 lanes at a time.
+// One word of 64 cells: bit = "not -inf". Written so that compilers vectorise it: 16 bits come from
+// 16 lanes at a time.
 uint64_t ReadWord(const uint16_t* m, uint32_t n, bool& has_values) {
   uint64_t word = 0;
   uint32_t other = 0;
@@ -44,7 +45,8 @@ void MaskBits::Read(const ggml_tensor* mask, int64_t s, uint32_t n_rows, uint32_
   for (uint32_t r = 0; r < n_rows; ++r) {
     const uint16_t* m = reinterpret_cast<const uint16_t*>(data_ + r * row_stride_);
     uint64_t* out = bits_.data() + size_t{r} * words_;
-    for (uint32_t w = 0; w < words_; ++w) out[w] = ReadWord(m + w * 64, std::min(64u, n_kv - w * 64), has_values_);
+    for (uint32_t w = 0; w < words_; ++w)
+      out[w] = ReadWord(m + w * 64, std::min(64u, n_kv - w * 64), has_values_);
   }
 }
 

@@ -1,4 +1,5 @@
-// Masks: f16 attention masks of llama.cpp turned into bitmaps over cells, once per graph, for all layers.
+// Masks: f16 attention masks of llama.cpp turned into bitmaps over cells, once per graph, for all
+// layers.
 #pragma once
 
 #include <cstdint>

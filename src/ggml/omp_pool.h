@@ -1,4 +1,5 @@
-// ParallelFor on OpenMP: the same threads that ggml's CPU backend keeps warm, so no wake-up per layer.
+// ParallelFor on OpenMP: the same threads that ggml's CPU backend keeps warm, so no wake-up per
+// layer.
 #pragma once
 
 #include "base/parallel.h"

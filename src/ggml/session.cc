@@ -8,7 +8,8 @@ thread_local uint64_t last_session_of_thread = 0;
 }
 
 Sessions& Sessions::Get() {
-  static Sessions* sessions = new Sessions;  // never destroyed: buffers may outlive static destructors
+  static Sessions* sessions =
+      new Sessions;  // never destroyed: buffers may outlive static destructors
   return *sessions;
 }
 

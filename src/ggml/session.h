@@ -1,4 +1,5 @@
-// Session: one llama_context on the QEVICT device (one ggml_backend_t), with its configuration and caches.
+// Session: one llama_context on the QEVICT device (one ggml_backend_t), with its configuration and
+// caches.
 #pragma once
 
 #include <cstdint>
@@ -17,16 +18,17 @@ namespace qevict::plugin {
 /// Lives as long as its ggml_backend_t or one of its buffers. Groups are owned by their buffers.
 class Session {
  public:
-  Session(uint64_t session_id, Result<Config> session_config) : id(session_id), config(std::move(session_config)) {}
+  Session(uint64_t session_id, Result<Config> session_config)
+      : id(session_id), config(std::move(session_config)) {}
 
   const uint64_t id;
-  const Result<Config> config;      ///< not OK: every init_tensor fails with this sentence
+  const Result<Config> config;  ///< not OK: every init_tensor fails with this sentence
   OmpPool pool{1};
   std::vector<CacheGroup*> groups;  ///< registered by their buffers
   ggml_abort_callback abort_callback = nullptr;
   void* abort_data = nullptr;
-  bool coverage_checked = false;    ///< the host's options have been checked for uncompressed layers
-  std::string refusal;              ///< not empty: compute buffers are refused with this sentence
+  bool coverage_checked = false;  ///< the host's options have been checked for uncompressed layers
+  std::string refusal;            ///< not empty: compute buffers are refused with this sentence
 };
 
 /// Process-wide list of sessions; thread-safe.

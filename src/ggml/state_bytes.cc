@@ -18,7 +18,8 @@ void CacheGroup::ReadBytes(const ggml_tensor* tensor, size_t offset, size_t size
   std::vector<uint16_t> row(row_bytes / 2);
   for (size_t done = 0; done < size;) {
     const size_t index = (offset + done) / row_bytes, begin = (offset + done) % row_bytes;
-    const auto stream = static_cast<uint32_t>(index / n_cells_), cell = static_cast<uint32_t>(index % n_cells_);
+    const auto stream = static_cast<uint32_t>(index / n_cells_),
+               cell = static_cast<uint32_t>(index % n_cells_);
     for (uint32_t part = 0; part < layer.n_parts; ++part) {
       uint16_t* columns = row.data() + part * (row.size() / layer.n_parts);
       if (is_k) {
@@ -33,14 +34,16 @@ void CacheGroup::ReadBytes(const ggml_tensor* tensor, size_t offset, size_t size
   }
 }
 
-Status CacheGroup::WriteBytes(const ggml_tensor* tensor, size_t offset, size_t size, const uint8_t* data) {
+Status CacheGroup::WriteBytes(const ggml_tensor* tensor, size_t offset, size_t size,
+                              const uint8_t* data) {
   QEVICT_RETURN_IF_ERROR(EnsureCache());
   const size_t row_bytes = tensor->nb[1];
   const LayerBinding& layer = layers_[static_cast<size_t>(FindLayer(tensor))];
   const bool is_k = layer.k == tensor;
   // Slices may cut rows: the bytes of an unfinished row wait for the slice that continues it.
   std::vector<uint8_t> joined;
-  const auto waiting = std::find_if(partial_rows_.begin(), partial_rows_.end(), [&](const PartialRow& p) { return p.root == tensor; });
+  const auto waiting = std::find_if(partial_rows_.begin(), partial_rows_.end(),
+                                    [&](const PartialRow& p) { return p.root == tensor; });
   if (waiting != partial_rows_.end()) {
     if (waiting->row_begin + waiting->bytes.size() == offset) {
       joined = std::move(waiting->bytes);
@@ -58,13 +61,16 @@ Status CacheGroup::WriteBytes(const ggml_tensor* tensor, size_t offset, size_t s
     size -= skip;
   }
   const size_t rows = size / row_bytes;
-  if (size % row_bytes) partial_rows_.push_back({tensor, offset + rows * row_bytes, {data + rows * row_bytes, data + size}});
+  if (size % row_bytes)
+    partial_rows_.push_back(
+        {tensor, offset + rows * row_bytes, {data + rows * row_bytes, data + size}});
   std::vector<uint16_t> aligned(rows * row_bytes / 2);
   std::memcpy(aligned.data(), data, rows * row_bytes);
   Status first_error;
   for (size_t done = 0; done < rows;) {
     const size_t index = offset / row_bytes + done;
-    const auto stream = static_cast<uint32_t>(index / n_cells_), cell = static_cast<uint32_t>(index % n_cells_);
+    const auto stream = static_cast<uint32_t>(index / n_cells_),
+               cell = static_cast<uint32_t>(index % n_cells_);
     const auto n = static_cast<uint32_t>(std::min<size_t>(rows - done, n_cells_ - cell));
     const uint16_t* block = aligned.data() + done * row_bytes / 2;
     const Status status = RestoreRows(layer, is_k, stream, cell, n, block);
@@ -76,17 +82,21 @@ Status CacheGroup::WriteBytes(const ggml_tensor* tensor, size_t offset, size_t s
   return first_error;
 }
 
-Status CacheGroup::RestoreRows(const LayerBinding& layer, bool is_k, uint32_t stream, uint32_t cell, uint32_t n, const uint16_t* rows) {
-  const size_t width = static_cast<size_t>((is_k ? layer.k : layer.v)->ne[0]), part_width = width / layer.n_parts;
+Status CacheGroup::RestoreRows(const LayerBinding& layer, bool is_k, uint32_t stream, uint32_t cell,
+                               uint32_t n, const uint16_t* rows) {
+  const size_t width = static_cast<size_t>((is_k ? layer.k : layer.v)->ne[0]),
+               part_width = width / layer.n_parts;
   std::vector<uint16_t> columns(layer.n_parts > 1 ? n * part_width : 0);
   Status first_error;
   for (uint32_t part = 0; part < layer.n_parts; ++part) {
     for (size_t i = 0; i < columns.size() / part_width; ++i) {
-      std::memcpy(columns.data() + i * part_width, rows + i * width + part * part_width, part_width * sizeof(uint16_t));
+      std::memcpy(columns.data() + i * part_width, rows + i * width + part * part_width,
+                  part_width * sizeof(uint16_t));
     }
     const uint16_t* from = columns.empty() ? rows : columns.data();
     const uint32_t cache_layer = layer.first_cache_layer + part;
-    const Status status = is_k ? cache_->RestoreRowsK(cache_layer, stream, cell, n, from) : cache_->RestoreRowsV(cache_layer, stream, cell, n, from);
+    const Status status = is_k ? cache_->RestoreRowsK(cache_layer, stream, cell, n, from)
+                               : cache_->RestoreRowsV(cache_layer, stream, cell, n, from);
     if (!status.ok() && first_error.ok()) first_error = status;
   }
   return first_error;
@@ -96,7 +106,8 @@ void CacheGroup::ZeroBytes(const ggml_tensor* tensor, size_t offset, size_t size
   if (!cache_) return;
   const size_t row_bytes = tensor->nb[1];
   const size_t begin = (offset + row_bytes - 1) / row_bytes, end = (offset + size) / row_bytes;
-  for (size_t i = begin; i < end; ++i) cache_->Kill(static_cast<uint32_t>(i / n_cells_), static_cast<uint32_t>(i % n_cells_));
+  for (size_t i = begin; i < end; ++i)
+    cache_->Kill(static_cast<uint32_t>(i / n_cells_), static_cast<uint32_t>(i % n_cells_));
 }
 
 }  // namespace qevict::plugin

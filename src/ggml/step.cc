@@ -1,4 +1,5 @@
-// The steps of a CacheGroup: which tokens arrive, to which sequences they belong, what they can see.
+// The steps of a CacheGroup: which tokens arrive, to which sequences they belong, what they can
+// see.
 
 #include <algorithm>
 #include <chrono>
@@ -16,14 +17,17 @@ Status CacheGroup::SetRows(const ggml_tensor* op, const ggml_cgraph* graph, OmpP
   const ggml_tensor* root = Root(op);
   const int il = FindLayer(root);
   const ggml_tensor* rows = op->src[0];
-  if (il < 0 || rows->type != GGML_TYPE_F32 || rows->nb[0] != sizeof(float) || rows->ne[0] != root->ne[0]) {
+  if (il < 0 || rows->type != GGML_TYPE_F32 || rows->nb[0] != sizeof(float) ||
+      rows->ne[0] != root->ne[0]) {
     return Unimplemented(std::string("rows of an unknown form are written to ") + root->name);
   }
   const auto layer = static_cast<uint32_t>(il);
   const bool is_k = layers_[layer].k == root;
-  if (!step_open_ || (is_k && k_written_[layer])) QEVICT_RETURN_IF_ERROR(BeginStep(op, graph, pool));
+  if (!step_open_ || (is_k && k_written_[layer]))
+    QEVICT_RETURN_IF_ERROR(BeginStep(op, graph, pool));
   if (rows->ne[1] != static_cast<int64_t>(refs_.size())) {
-    return Unimplemented(std::string(root->name) + " receives another number of rows than the first layer of the step");
+    return Unimplemented(std::string(root->name) +
+                         " receives another number of rows than the first layer of the step");
   }
   const ScopedTimer timer(timers_.write_ns);
   const LayerBinding& binding = layers_[layer];
@@ -35,11 +39,13 @@ Status CacheGroup::SetRows(const ggml_tensor* op, const ggml_cgraph* graph, OmpP
     }
   }
   const auto* data = static_cast<const float*>(rows->data);
-  const size_t stride = rows->nb[1] / sizeof(float), width = static_cast<size_t>(root->ne[0]) / binding.n_parts;
+  const size_t stride = rows->nb[1] / sizeof(float),
+               width = static_cast<size_t>(root->ne[0]) / binding.n_parts;
   for (uint32_t part = 0; part < binding.n_parts; ++part) {
     const uint32_t cache_layer = binding.first_cache_layer + part;
     const float* columns = data + part * width;
-    QEVICT_RETURN_IF_ERROR(is_k ? cache_->WriteK(cache_layer, refs_, columns, stride, pool) : cache_->WriteV(cache_layer, refs_, columns, stride, pool));
+    QEVICT_RETURN_IF_ERROR(is_k ? cache_->WriteK(cache_layer, refs_, columns, stride, pool)
+                                : cache_->WriteV(cache_layer, refs_, columns, stride, pool));
   }
   return {};
 }
@@ -74,10 +80,12 @@ Status CacheGroup::BeginStep(const ggml_tensor* op, const ggml_cgraph* graph, Om
   return {};
 }
 
-// Cells from the index tensor, positions from the ROPE behind the rows (its memory is only sure to live now).
+// Cells from the index tensor, positions from the ROPE behind the rows (its memory is only sure to
+// live now).
 Status CacheGroup::ReadTokens(const ggml_tensor* op, size_t n) {
   const ggml_tensor* indices = op->src[1];
-  if (indices->type != GGML_TYPE_I64 && indices->type != GGML_TYPE_I32) return Unimplemented("cell indices of an unknown type");
+  if (indices->type != GGML_TYPE_I64 && indices->type != GGML_TYPE_I32)
+    return Unimplemented("cell indices of an unknown type");
   std::vector<int32_t> pos;
   std::vector<uint8_t> positional;
   const ggml_tensor* rope = FindRope(op->src[0]);
@@ -85,13 +93,18 @@ Status CacheGroup::ReadTokens(const ggml_tensor* op, size_t n) {
   tokens_.resize(n);
   token_stream_.resize(n);
   for (size_t i = 0; i < n; ++i) {
-    const int64_t index = indices->type == GGML_TYPE_I64 ? static_cast<const int64_t*>(indices->data)[i] : static_cast<const int32_t*>(indices->data)[i];
+    const int64_t index = indices->type == GGML_TYPE_I64
+                              ? static_cast<const int64_t*>(indices->data)[i]
+                              : static_cast<const int32_t*>(indices->data)[i];
     if (index < 0 || index >= int64_t{n_cells_} * n_streams_) {
-      return OutOfRange("cell " + std::to_string(index) + " lies outside the cache of " + std::to_string(int64_t{n_cells_} * n_streams_) + " cells");
+      return OutOfRange("cell " + std::to_string(index) + " lies outside the cache of " +
+                        std::to_string(int64_t{n_cells_} * n_streams_) + " cells");
     }
     token_stream_[i] = static_cast<uint32_t>(index / n_cells_);
-    tokens_[i] = {kNone, static_cast<uint32_t>(index % n_cells_), rope ? pos[i] : 0, rope && positional[i]};
-    highest_cell_[token_stream_[i]] = std::max(highest_cell_[token_stream_[i]], tokens_[i].cell + 1);
+    tokens_[i] = {kNone, static_cast<uint32_t>(index % n_cells_), rope ? pos[i] : 0,
+                  rope && positional[i]};
+    highest_cell_[token_stream_[i]] =
+        std::max(highest_cell_[token_stream_[i]], tokens_[i].cell + 1);
   }
   return {};
 }
@@ -102,11 +115,14 @@ void CacheGroup::ReadMask(const ggml_tensor* flash_attn) {
   const ggml_tensor* k = flash_attn->src[1];
   const ggml_tensor* root = Root(k);
   mask_tensor_ = flash_attn->src[3];
-  first_stream_ = static_cast<uint32_t>((static_cast<const char*>(k->data) - static_cast<const char*>(root->data)) / static_cast<ptrdiff_t>(root->nb[2]));
+  first_stream_ = static_cast<uint32_t>(
+      (static_cast<const char*>(k->data) - static_cast<const char*>(root->data)) /
+      static_cast<ptrdiff_t>(root->nb[2]));
   rows_per_stream_ = static_cast<uint32_t>(q->ne[1]);
   masks_.resize(static_cast<size_t>(q->ne[3]));
   for (size_t s = 0; s < masks_.size(); ++s) {
-    masks_[s].Read(flash_attn->src[3], static_cast<int64_t>(s), rows_per_stream_, static_cast<uint32_t>(k->ne[1]));
+    masks_[s].Read(flash_attn->src[3], static_cast<int64_t>(s), rows_per_stream_,
+                   static_cast<uint32_t>(k->ne[1]));
     DropCellsBeyond(first_stream_ + static_cast<uint32_t>(s), static_cast<uint32_t>(k->ne[1]));
   }
 }
@@ -117,16 +133,18 @@ void CacheGroup::DropCellsBeyond(uint32_t stream, uint32_t n_kv) {
   highest_cell_[stream] = std::min(highest_cell_[stream], n_kv);
 }
 
-// Tokens of other sequences whose cells this step takes over have been removed by the host without a word: they must not
-// count against the step, nor keep the limit of their sequence in force.
+// Tokens of other sequences whose cells this step takes over have been removed by the host without
+// a word: they must not count against the step, nor keep the limit of their sequence in force.
 void CacheGroup::DropOverwritten() {
   for (size_t i = 0; i < tokens_.size(); ++i) {
     const TokenRef held = cache_->lookup(token_stream_[i], tokens_[i].cell);
-    if (held.window != kNone && cache_->info(held.window).seq != tokens_[i].seq) cache_->Kill(token_stream_[i], tokens_[i].cell);
+    if (held.window != kNone && cache_->info(held.window).seq != tokens_[i].seq)
+      cache_->Kill(token_stream_[i], tokens_[i].cell);
   }
 }
 
-// --- Sequences ---------------------------------------------------------------------------------------------------------
+// --- Sequences
+// ---------------------------------------------------------------------------------------------------------
 
 Status CacheGroup::InferSequences() {
   seq_rows_.clear();
@@ -139,15 +157,16 @@ Status CacheGroup::InferSequences() {
     const size_t first = stream_index * per_stream;
     const SeqId seq = SequenceOfRow(stream, mask, first, static_cast<uint32_t>(i - first));
     tokens_[i].seq = seq;
-    auto entry = std::find_if(seq_rows_.begin(), seq_rows_.end(), [seq](const SeqRows& r) { return r.seq == seq; });
+    auto entry = std::find_if(seq_rows_.begin(), seq_rows_.end(),
+                              [seq](const SeqRows& r) { return r.seq == seq; });
     if (entry == seq_rows_.end()) entry = seq_rows_.insert(entry, {seq, 0, false});
     ++entry->rows;
   }
   return {};
 }
 
-// With several streams a stream is a sequence. In a unified cache the mask tells: a token follows the newest token that its
-// row sees, in this batch or in the cache.
+// With several streams a stream is a sequence. In a unified cache the mask tells: a token follows
+// the newest token that its row sees, in this batch or in the cache.
 SeqId CacheGroup::SequenceOfRow(uint32_t stream, const MaskBits* mask, size_t first, uint32_t row) {
   const TokenSpec& token = tokens_[first + row];
   const std::vector<SeqId> sequences = cache_->Sequences(stream);
@@ -172,7 +191,8 @@ SeqId CacheGroup::SequenceOfRow(uint32_t stream, const MaskBits* mask, size_t fi
   return cache_->CreateSequence(stream);
 }
 
-SeqId CacheGroup::SequenceByMask(uint32_t stream, const MaskBits& mask, uint32_t row, uint32_t own_cell) {
+SeqId CacheGroup::SequenceByMask(uint32_t stream, const MaskBits& mask, uint32_t row,
+                                 uint32_t own_cell) {
   WindowId newest = kNone;
   uint32_t newest_birth = 0, newest_offset = 0;
   SeqId newest_seq = kNone;
@@ -184,7 +204,8 @@ SeqId CacheGroup::SequenceByMask(uint32_t stream, const MaskBits& mask, uint32_t
       if (newest != kNone && info.birth < newest_birth) break;
       uint32_t t = info.n_tokens;
       while (t-- > 0) {
-        if ((info.live >> t & 1u) && info.cells[t] != own_cell && mask.test(row, info.cells[t])) break;
+        if ((info.live >> t & 1u) && info.cells[t] != own_cell && mask.test(row, info.cells[t]))
+          break;
       }
       if (t == UINT32_MAX) continue;
       newest = windows[w];
@@ -195,15 +216,18 @@ SeqId CacheGroup::SequenceByMask(uint32_t stream, const MaskBits& mask, uint32_t
     }
   }
   if (newest == kNone) return kNone;
-  const bool last = cache_->windows(newest_seq).back() == newest && cache_->info(newest).live >> newest_offset == 1u;
+  const bool last = cache_->windows(newest_seq).back() == newest &&
+                    cache_->info(newest).live >> newest_offset == 1u;
   if (last) return newest_seq;
-  // There are tokens behind it: they were taken back (its cells are being rewritten), or this is another branch of a shared prefix.
+  // There are tokens behind it: they were taken back (its cells are being rewritten), or this is
+  // another branch of a shared prefix.
   const TokenRef own = cache_->lookup(stream, own_cell);
   const bool rewritten = own.window != kNone && cache_->info(own.window).seq == newest_seq;
   return rewritten ? newest_seq : kNone;
 }
 
-// --- Routing -----------------------------------------------------------------------------------------------------------
+// --- Routing
+// -----------------------------------------------------------------------------------------------------------
 
 Status CacheGroup::RouteDue(OmpPool& pool) {
   for (SeqRows& entry : seq_rows_) {
@@ -229,7 +253,8 @@ Status CacheGroup::BoundedRoute(const LayerBinding& layer, OmpPool& pool) {
   return {};
 }
 
-// --- What rows see -----------------------------------------------------------------------------------------------------
+// --- What rows see
+// -----------------------------------------------------------------------------------------------------
 
 void CacheGroup::FillBits(RowGroup& group, const MaskBits& mask) {
   const size_t n = group.windows.size();
@@ -245,13 +270,15 @@ void CacheGroup::FillBits(RowGroup& group, const MaskBits& mask) {
       if (contiguous) {
         bits = mask.range(row, info.cells[0], info.n_tokens);
       } else {
-        for (uint32_t t = 0; t < info.n_tokens; ++t) bits |= uint32_t{mask.test(row, info.cells[t])} << t;
+        for (uint32_t t = 0; t < info.n_tokens; ++t)
+          bits |= uint32_t{mask.test(row, info.cells[t])} << t;
       }
       bits &= info.live;
       group.bits[r * n + w] = bits;
       if (!mask.has_values()) continue;
       for (uint32_t t = 0; t < info.n_tokens; ++t) {
-        if (bits >> t & 1u) group.bias[(r * n + w) * config_.window + t] = mask.value(row, info.cells[t]);
+        if (bits >> t & 1u)
+          group.bias[(r * n + w) * config_.window + t] = mask.value(row, info.cells[t]);
       }
     }
   }
@@ -275,7 +302,9 @@ void CacheGroup::BuildRowGroups() {
         FillBits(all, masks_[s]);
         for (uint32_t r = 0; r < rows_per_stream_; ++r) {
           const auto begin = all.bits.begin() + static_cast<ptrdiff_t>(r * windows.size());
-          if (std::any_of(begin, begin + static_cast<ptrdiff_t>(windows.size()), [](uint32_t b) { return b != 0; })) seen[r].push_back(seq);
+          if (std::any_of(begin, begin + static_cast<ptrdiff_t>(windows.size()),
+                          [](uint32_t b) { return b != 0; }))
+            seen[r].push_back(seq);
         }
       }
     }

@@ -8,9 +8,12 @@ namespace qevict::plugin {
 
 class ScopedTimer {
  public:
-  explicit ScopedTimer(uint64_t& total_ns) : total_ns_(total_ns), start_(std::chrono::steady_clock::now()) {}
+  explicit ScopedTimer(uint64_t& total_ns)
+      : total_ns_(total_ns), start_(std::chrono::steady_clock::now()) {}
   ~ScopedTimer() {
-    total_ns_ += static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start_).count());
+    total_ns_ += static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(
+                                           std::chrono::steady_clock::now() - start_)
+                                           .count());
   }
   ScopedTimer(const ScopedTimer&) = delete;
   ScopedTimer& operator=(const ScopedTimer&) = delete;

@@ -65,8 +65,8 @@ class Twin {
   uint64_t seed_ = 1;
 };
 
-/// Our error is not above ggml's, or is f32 rounding noise; times `slack` where keys may differ in their last f16 bit, as after a
-/// K-shift. QEVICT_TEST_PRINT=1 prints both errors.
+/// Our error is not above ggml's, or is f32 rounding noise; times `slack` where keys may differ in
+/// their last f16 bit, as after a K-shift. QEVICT_TEST_PRINT=1 prints both errors.
 void ExpectExact(const TwinReport& report, const char* what, double slack = 1.0);
 
 }  // namespace qevict::plugin::testing
