@@ -197,9 +197,11 @@ class KvCache {
 
   /// Rows as 16-bit words for engines that save state: n_kv_heads*head_dim(_v) words. Full rows
   /// come out as they are; packed and evicted ones as self-describing records (see
-  /// docs/formats/state-row.md); cells never written as zeros.
-  void ReadRowK(uint32_t il, uint32_t stream, uint32_t cell, uint16_t* row) const;
-  void ReadRowV(uint32_t il, uint32_t stream, uint32_t cell, uint16_t* row) const;
+  /// docs/formats/state-row.md); cells never written as zeros. Where full rows stood, and their
+  /// scores, are remembered in this process for a restore of the same rows in the same
+  /// order: K of every layer, then V of every layer.
+  void ReadRowK(uint32_t il, uint32_t stream, uint32_t cell, uint16_t* row);
+  void ReadRowV(uint32_t il, uint32_t stream, uint32_t cell, uint16_t* row);
   /// Restores rows of consecutive cells (K of every layer before any V). Rows that are neither
   /// records nor known full rows become tokens without positions. Errors: kDataLoss for a record
   /// that contradicts itself (its row is then dropped and the rest restored), kUnimplemented for a

@@ -323,10 +323,10 @@ Status KvCache::ShiftPositions(std::span<const int32_t> delta) {
 void KvCache::RotateLayer(uint32_t il, std::span<const int32_t> delta, ParallelFor& pool) {
   impl_->RotateLayer(il, delta, pool);
 }
-void KvCache::ReadRowK(uint32_t il, uint32_t stream, uint32_t cell, uint16_t* row) const {
+void KvCache::ReadRowK(uint32_t il, uint32_t stream, uint32_t cell, uint16_t* row) {
   impl_->ReadRow(il, stream, cell, true, row);
 }
-void KvCache::ReadRowV(uint32_t il, uint32_t stream, uint32_t cell, uint16_t* row) const {
+void KvCache::ReadRowV(uint32_t il, uint32_t stream, uint32_t cell, uint16_t* row) {
   impl_->ReadRow(il, stream, cell, false, row);
 }
 Status KvCache::RestoreRowsK(uint32_t il, uint32_t stream, uint32_t cell0, uint32_t n,

@@ -26,6 +26,7 @@
 #include "base/parallel.h"
 #include "base/rope.h"
 #include "cache/convert.h"
+#include "cache/row_format.h"
 #include "kernels/attention.h"
 #include "kernels/rope_table.h"
 #include "qevict/cache.h"
@@ -209,7 +210,6 @@ struct SeqPlan {
 };
 
 struct RestoreSession;
-struct RowRecord;
 
 struct KvCache::Impl {
   Impl();
@@ -244,6 +244,10 @@ struct KvCache::Impl {
   std::vector<float> mass_scores;
 
   std::unique_ptr<RestoreSession> restore;  // null between restores (restore.cc)
+  struct {
+    std::vector<RowChain> chains;  // per layer
+    bool values = false;           // the last row read was one of V
+  } reading;
 
   // storage.cc
   Status InitPools(std::vector<LayerShape> shapes);
@@ -378,7 +382,9 @@ struct KvCache::Impl {
     const LayerShape& shape = PoolsOf(il).shape;
     return size_t{shape.n_kv_heads} * (is_k ? shape.head_dim : shape.head_dim_v);
   }
-  void ReadRow(uint32_t il, uint32_t stream, uint32_t cell, bool is_k, uint16_t* row) const;
+  void ReadRow(uint32_t il, uint32_t stream, uint32_t cell, bool is_k, uint16_t* row);
+  bool FillRow(uint32_t il, uint32_t stream, uint32_t cell, bool is_k, uint16_t* row,
+               RowRecord& record) const;
   void ReadFullRow(uint32_t il, const UnitRecord& u, uint32_t t, bool is_k, uint16_t* row) const;
   void WriteFullRow(uint32_t il, const UnitRecord& u, uint32_t t, bool is_k, const uint16_t* row);
   void CopyShare(uint32_t il, uint8_t* slot, bool is_k, const RowRecord& record, uint8_t* bytes,
@@ -393,15 +399,15 @@ struct KvCache::Impl {
   void ForgetRestore(SeqId seq);
   void ForgetRestoredWindow(WindowId id);
   Status RestoreRow(uint32_t il, uint32_t stream, uint32_t cell, bool is_k, const uint16_t* row);
-  Status RestoreToken(uint32_t il, uint32_t cell, const RowRecord* record, const uint16_t* row,
-                      TokenRef& ref);
+  Status RestoreToken(uint32_t cell, const RowRecord* record, uint64_t hash, TokenRef& ref);
   WindowId RestoredWindow(const RowRecord& record);
-  Status RestoreUnit(uint32_t il, TokenRef ref, bool is_k, const RowRecord* record,
+  Status RestoreUnit(uint32_t il, TokenRef ref, bool is_k, const RowRecord* record, uint64_t hash,
                      const uint16_t* row);
   Status RestoreShare(uint32_t il, TokenRef ref, bool is_k, const RowRecord& record,
                       const uint16_t* row);
   Status CreatePackedUnit(uint32_t il, WindowId w, float score);
   bool MakeRoomForRestore(uint32_t il);
+  Status RoomForRestoredRow(uint32_t il, bool is_k);
   void SortRestored(SeqId seq);
   CacheStats Stats() const;
   std::vector<std::string> Validate() const;

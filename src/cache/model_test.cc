@@ -174,6 +174,10 @@ class ModelTest : public testing::TestWithParam<Variant> {
       v[il].resize(kCells * words(il, false));
       for (uint32_t c = 0; c < kCells; ++c) {
         cache().ReadRowK(il, src, c, k[il].data() + c * words(il, true));
+      }
+    }
+    for (uint32_t il = 0; il < n_layers; ++il) {
+      for (uint32_t c = 0; c < kCells; ++c) {
         cache().ReadRowV(il, src, c, v[il].data() + c * words(il, false));
       }
     }

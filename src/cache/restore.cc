@@ -31,6 +31,7 @@ void KvCache::Impl::BeginRestore(uint32_t il, uint32_t stream, bool is_k) {
     restore = std::make_unique<RestoreSession>();
     restore->stream = stream;
     restore->first_layer = il;
+    restore->chains.resize(layers.size());
     restore->seq = CreateSequence(stream);
     sequences[restore->seq]->prompt_phase = false;
     sequences[restore->seq]->chain = n_streams > 1;
@@ -119,15 +120,11 @@ Status KvCache::Impl::RestoreRows(uint32_t il, uint32_t stream, uint32_t cell0, 
                       " lie outside the cache");
   }
   BeginRestore(il, stream, is_k);
-  if (LimitInForce() && HeldBytes() + TableGrowth(n, n) > Limit() && !MakeRoomForRestore(il)) {
-    return ResourceExhausted("records of " + std::to_string(n) +
-                             " restored tokens exceed the budget of " + std::to_string(Limit()) +
-                             " bytes");
-  }
   Status result;
   const size_t n_words = RowWords(il, is_k);
   for (uint32_t i = 0; i < n; ++i) {
-    Status status = RestoreRow(il, stream, cell0 + i, is_k, rows + i * n_words);
+    Status status = RoomForRestoredRow(il, is_k);
+    if (status.ok()) status = RestoreRow(il, stream, cell0 + i, is_k, rows + i * n_words);
     if (status.ok()) continue;
     if (status.code() != StatusCode::kFailedPrecondition) ReleaseCell(stream, cell0 + i);
     const bool stop = status.code() == StatusCode::kResourceExhausted;
@@ -139,11 +136,20 @@ Status KvCache::Impl::RestoreRows(uint32_t il, uint32_t stream, uint32_t cell0, 
   return result;
 }
 
+/// Rows that make tokens need records, whatever tier they go to.
+Status KvCache::Impl::RoomForRestoredRow(uint32_t il, bool is_k) {
+  if (!is_k || !restore || il != restore->first_layer || !LimitInForce()) return {};
+  if (HeldBytes() + TableGrowth(1, 1) <= Limit() || MakeRoomForRestore(il)) return {};
+  return ResourceExhausted("records of restored tokens exceed the budget of " +
+                           std::to_string(Limit()) + " bytes");
+}
+
 Status KvCache::Impl::RestoreRow(uint32_t il, uint32_t stream, uint32_t cell, bool is_k,
                                  const uint16_t* row) {
   const size_t n_words = RowWords(il, is_k);
   const bool makes_tokens = is_k && restore && il == restore->first_layer;
   if (makes_tokens) ReleaseCell(stream, cell);
+  const uint64_t hash = is_k && restore ? restore->chains[il].Next(il, cell, row, n_words) : 0;
   const bool zero = IsZeroRow(row, n_words);
   if (is_k && zero) {
     ReleaseCell(stream, cell);
@@ -158,7 +164,7 @@ Status KvCache::Impl::RestoreRow(uint32_t il, uint32_t stream, uint32_t cell, bo
   }
   TokenRef ref;
   if (makes_tokens) {
-    QEVICT_RETURN_IF_ERROR(RestoreToken(il, cell, is_record ? &record : nullptr, row, ref));
+    QEVICT_RETURN_IF_ERROR(RestoreToken(cell, is_record ? &record : nullptr, hash, ref));
     if (ref.window == kNone) return {};  // evicted in every layer
   } else {
     const uint32_t code = Cell(stream, cell);
@@ -169,18 +175,18 @@ Status KvCache::Impl::RestoreRow(uint32_t il, uint32_t stream, uint32_t cell, bo
                                 " arrive without the first layer's keys");
     }
   }
-  return RestoreUnit(il, ref, is_k, is_record ? &record : nullptr, row);
+  return RestoreUnit(il, ref, is_k, is_record ? &record : nullptr, hash, row);
 }
 
 /// Makes the token of a cell in the sequence being restored. No ref: it is evicted in every layer.
-Status KvCache::Impl::RestoreToken(uint32_t il, uint32_t cell, const RowRecord* record,
-                                   const uint16_t* row, TokenRef& ref) {
+Status KvCache::Impl::RestoreToken(uint32_t cell, const RowRecord* record, uint64_t hash,
+                                   TokenRef& ref) {
   RowRecord place;
   bool known = record != nullptr;
   if (record) {
     place = *record;
   } else {
-    known = RecallRow(HashRow(il, row, RowWords(il, true)), place) && place.n_tokens > 0;
+    known = RecallRow(hash, place) && place.n_tokens > 0;
   }
   Sequence& s = *sequences[restore->seq];
   if (record && record->gone()) {
@@ -233,7 +239,7 @@ WindowId KvCache::Impl::RestoredWindow(const RowRecord& r) {
 
 /// Stores one row of a token that exists.
 Status KvCache::Impl::RestoreUnit(uint32_t il, TokenRef ref, bool is_k, const RowRecord* record,
-                                  const uint16_t* row) {
+                                  uint64_t hash, const uint16_t* row) {
   const uint64_t key = RestoreSession::Key(il, ref.window);
   const auto known = restore->units.find(key);
   UnitRecord* u = FindUnit(restore->seq, il, ref.window);
@@ -260,7 +266,7 @@ Status KvCache::Impl::RestoreUnit(uint32_t il, TokenRef ref, bool is_k, const Ro
   }
   WriteFullRow(il, *u, ref.offset, is_k, row);
   RowRecord place;
-  if (is_k && RecallRow(HashRow(il, row, RowWords(il, true)), place)) u->score = place.score;
+  if (is_k && RecallRow(hash, place)) u->score = place.score;
   return {};
 }
 

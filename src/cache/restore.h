@@ -3,8 +3,10 @@
 
 #include <cstdint>
 #include <unordered_map>
+#include <vector>
 
 #include "cache/kv_cache_impl.h"
+#include "cache/row_format.h"
 
 namespace qevict {
 
@@ -26,6 +28,7 @@ struct RestoreSession {
   SeqId seq = kNone;                                 // made with the first token
   std::unordered_map<uint64_t, WindowId> windows;    // source << 32 | saved birth
   std::unordered_map<uint64_t, RestoredUnit> units;  // layer << 32 | window
+  std::vector<RowChain> chains;                      // per layer
 
   static uint64_t Key(uint32_t high, uint32_t low) { return uint64_t{high} << 32 | low; }
 };

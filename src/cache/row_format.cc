@@ -163,13 +163,16 @@ class RowMemory {
 
 }  // namespace
 
-uint64_t HashRow(uint32_t layer, const uint16_t* row, size_t n_words) {
-  uint64_t hash = 0x9E3779B97F4A7C15u * (layer + 1) + n_words;
+uint64_t RowChain::Next(uint32_t layer, uint32_t next_cell, const uint16_t* row, size_t n_words) {
+  if (next_cell != cell) before = hash;
+  cell = next_cell;
+  hash = before ^ (0x9E3779B97F4A7C15u * (layer + 1) + n_words);
   for (size_t i = 0; i < n_words; ++i) {
     hash = (hash ^ row[i]) * 0xD6E8FEB86659FD93u;
     hash ^= hash >> 32;
   }
-  return hash ? hash : 1;
+  if (hash == 0) hash = 1;
+  return hash;
 }
 
 void RememberRow(uint64_t hash, const RowRecord& place) { RowMemory::Get().Insert(hash, place); }

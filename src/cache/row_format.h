@@ -51,9 +51,18 @@ void WriteRowHeader(const RowRecord& record, uint16_t* row);
 Result<RowRecord> ReadRowHeader(const uint16_t* row, size_t n_words, const Config& config,
                                 bool is_k);
 
-/// Process-wide memory of full rows: where a saved row stood, found again by a hash of its bytes.
+/// Hash of a layer's key row and of all rows that were saved (restored) before it: keys without
+/// positions are equal wherever a token is repeated, but what leads up to them is not.
+struct RowChain {
+  uint64_t before = 0, hash = 0;
+  uint32_t cell = UINT32_MAX;  ///< of the last row
+
+  /// The hash with `row` as the next one; a cell that is read twice in a row counts once.
+  uint64_t Next(uint32_t layer, uint32_t cell, const uint16_t* row, size_t n_words);
+};
+
+/// Process-wide memory of full rows: where a saved row stood, found again by its RowChain hash.
 /// Bounded; the oldest of a bucket is forgotten. Thread-safe.
-uint64_t HashRow(uint32_t layer, const uint16_t* row, size_t n_words);
 void RememberRow(uint64_t hash, const RowRecord& place);
 bool RecallRow(uint64_t hash, RowRecord& place);
 

@@ -1,6 +1,7 @@
 // Rows out: what an engine's save reads from the cells. See docs/formats/state-row.md.
 #include <bit>
 #include <cstring>
+#include <utility>
 
 #include "cache/kv_cache_impl.h"
 #include "cache/row_format.h"
@@ -110,22 +111,34 @@ void KvCache::Impl::ReadDecodedRow(uint32_t il, const UnitRecord& u, uint32_t t,
   }
 }
 
-void KvCache::Impl::ReadRow(uint32_t il, uint32_t stream, uint32_t cell, bool is_k,
-                            uint16_t* row) const {
+void KvCache::Impl::ReadRow(uint32_t il, uint32_t stream, uint32_t cell, bool is_k, uint16_t* row) {
   if (il >= layers.size()) return;
+  RowRecord record;
+  const bool remember = FillRow(il, stream, cell, is_k, row, record);
+  // Engines save K of every layer, then V of every layer: K after V begins another state.
+  if (is_k && std::exchange(reading.values, false)) reading.chains.clear();
+  reading.values = !is_k;
+  if (!is_k) return;
+  reading.chains.resize(layers.size());
+  const uint64_t hash = reading.chains[il].Next(il, cell, row, RowWords(il, true));
+  if (remember) RememberRow(hash, record);
+}
+
+/// The bytes of a row. True if they do not say where it stands, and `record` should be remembered.
+bool KvCache::Impl::FillRow(uint32_t il, uint32_t stream, uint32_t cell, bool is_k, uint16_t* row,
+                            RowRecord& record) const {
   const size_t n_words = RowWords(il, is_k);
   std::fill_n(row, n_words, uint16_t{0});
   const uint32_t code = stream < n_streams ? Cell(stream, cell) : kNone;
-  if (code == kNone) return;
+  if (code == kNone) return false;
   const bool room = n_words * 2 >= kRowHeaderBytes;  // tiny rows cannot say that they are evicted
-  RowRecord record;
   if (!IsToken(code)) {
     record.kind = is_k ? RowKind::kEvictedK : RowKind::kEvictedV;
     record.bits = static_cast<uint8_t>(config.bits);
     record.window = static_cast<uint8_t>(config.window);
     record.birth = kNone;
     if (room) WriteRowHeader(record, row);
-    return;
+    return false;
   }
   const WindowId id = code / kMaxWindow;
   const uint32_t t = code % kMaxWindow;
@@ -135,7 +148,7 @@ void KvCache::Impl::ReadRow(uint32_t il, uint32_t stream, uint32_t cell, bool is
   if (!u) {
     record.kind = is_k ? RowKind::kEvictedK : RowKind::kEvictedV;
     if (room) WriteRowHeader(record, row);
-    return;
+    return false;
   }
   record.score = u->score;
   if (!u->has_full()) {
@@ -146,17 +159,15 @@ void KvCache::Impl::ReadRow(uint32_t il, uint32_t stream, uint32_t cell, bool is
       WriteRowHeader(record, row);
       uint8_t* bytes = reinterpret_cast<uint8_t*>(row) + kRowHeaderBytes;
       CopyShare(il, PackedSlot(il, *u), is_k, record, bytes, false);
-      return;
+      return false;
     }
     ReadDecodedRow(il, *u, t, is_k, row);
   } else {
     ReadFullRow(il, *u, t, is_k, row);
   }
   // Layer 0 finds the token's place again, the first live row of a window its score per layer.
-  if (is_k && (il == 0 || t == FirstLive(w))) {
-    record.kind = RowKind::kFull;
-    RememberRow(HashRow(il, row, n_words), record);
-  }
+  record.kind = RowKind::kFull;
+  return is_k && (il == 0 || t == FirstLive(w));
 }
 
 /// True if the codes of a window with n live tokens fit behind the headers of its K and V rows.

@@ -30,13 +30,16 @@ class Texts:
             ours = harness.complete(path, prompt, n, "-c", 1024, *args, config=FULL, **more)
             ran = self.report.check_run(reference, f"{label}, CPU backend") and self.report.check_run(ours, label)
             same = reference.out == ours.out
+            common = harness.common_prefix(reference.out, ours.out)
+            if not same and common == min(len(reference.out), len(ours.out)):
+                continue  # a program ended before its last bytes were written; nothing that was written differs
             verdict = "equal" if same else harness.explain_difference(path, prompt, n, self.work)
-            self.report.row(label, n, harness.common_prefix(reference.out, ours.out), len(reference.out), f"{ours.seconds:.1f}", verdict)
+            self.report.row(label, n, common, len(reference.out), f"{ours.seconds:.1f}", verdict)
             if same or not ran:
                 return
             if not self.report.check("near tie" in verdict, f"{label}: the text differs: {verdict}"):
                 return
-        self.report.check(False, f"{label}: no prompt without a near tie")
+        self.report.check(False, f"{label}: no prompt without a near tie or a cut end")
 
 
 def texts(work):

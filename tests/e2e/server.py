@@ -180,7 +180,7 @@ def saved(work):
     report = Report("llama-server: save, erase, restore, continue")
     report.header("model, configuration", "equal", "of", "dlogprob", "read", "bytes at the end", widths=(34, -5, -4, -8, -5, 100))
     for name, args in (("llama-hd64", ("-np", 1)), ("llama-hd64", ()), ("gpt2-hd64", ("-np", 1, "-c", 4096)), ("qwen2-hd64", ("-np", 2, "-c", 8192))):
-        for config in ("preset=full", "budget=30%"):
+        for config in ("preset=full", "budget=30%,promotion=none"):  # dormant codes are not saved
             label = f"{name} {' '.join(str(a) for a in args)} {config}"
             Saved(report, work, harness.tiny(name), config, args).compare(label)
     return report.finish()
