@@ -22,6 +22,7 @@ CACHE = pathlib.Path(os.environ.get("QEVICT_CACHE_DIR") or pathlib.Path.home() /
 BIN = pathlib.Path(os.environ.get("QEVICT_LLAMA_BIN_DIR") or CACHE / "llama-build" / "bin")
 PLUGIN = pathlib.Path(os.environ.get("QEVICT_PLUGIN") or ROOT / "build" / "release" / "lib" / "libggml-qevict.so")
 PROBE = pathlib.Path(os.environ.get("QEVICT_PROBE") or ROOT / "build" / "release" / "bin" / "e2e_probe")
+COMMAND = pathlib.Path(os.environ.get("QEVICT_COMMAND") or ROOT / "build" / "release" / "bin" / "qevict")
 TINY = pathlib.Path(os.environ.get("QEVICT_TINY_DIR") or CACHE / "tiny")
 MODELS = pathlib.Path(os.environ.get("QEVICT_MODEL_DIR") or CACHE / "models")
 TEXT = ROOT / "tests" / "data" / "dorian_gray.txt"

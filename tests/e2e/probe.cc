@@ -6,11 +6,14 @@
 //                  [--override KEY=INT]
 //   probe greedy   --model M --text F --generate N --ctx N --config C
 //   probe budget   --model M --text F --prompt N --generate N --ctx N --chunk N [--config C]
-//   [--fraction-of N] probe state    --model M --text F --prompt N --generate N --ctx N --config C
-//   [--damage truncate|zero|flip|rows] probe fork     --model M --text F --prompt N --ctx N
-//   --config C --unified 0|1 probe contexts --model M --second M2 --text F --prompt N --generate N
-//   --ctx N --config C --second-config C2 probe abort    --model M --text F --prompt N --ctx N
-//   --config C
+//                  [--fraction-of N]
+//   probe plans    --model M --text F --prompt N --generate N --ctx N --config C [--threads N]
+//   probe state    --model M --text F --prompt N --generate N --ctx N --config C
+//                  [--damage truncate|zero|flip|rows]
+//   probe fork     --model M --text F --prompt N --ctx N --config C --unified 0|1
+//   probe contexts --model M --second M2 --text F --prompt N --generate N --ctx N --config C
+//                  --second-config C2
+//   probe abort    --model M --text F --prompt N --ctx N --config C
 
 #include <algorithm>
 #include <cmath>
@@ -18,7 +21,9 @@
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
+#include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "probe_engine.h"
@@ -37,6 +42,7 @@ ContextSettings Settings(const Options& options) {
   settings.config = options.text("config", "");
   settings.n_ctx = options.number("ctx");
   settings.n_batch = options.number("chunk", 512);
+  settings.n_threads = options.number("threads", 2);
   if (options.text("type", "f16") == "bf16") settings.cache_type = GGML_TYPE_BF16;
   const std::string replaced = options.text("override", "=");
   settings.override_key = replaced.substr(0, replaced.find('='));
@@ -197,6 +203,56 @@ int Budget(const Options& options) {
   const size_t at = Log().rfind(mark);
   std::printf("compute_mib %s\n",
               at == std::string::npos ? "0" : Log().substr(at + mark.size(), 12).c_str());
+  return 0;
+}
+
+// --- plans -------------------------------------------------------------------------------------
+
+struct HeldWindow {
+  float score;
+  uint8_t tier;  // 0 full, 1 packed
+};
+using LayerWindows = std::map<uint32_t, HeldWindow>;  // by birth
+
+std::vector<LayerWindows> Windows(const Engine& engine) {
+  std::vector<LayerWindows> layers(engine.stats().n_layers);
+  std::vector<uint32_t> births(engine.stats().cells_per_stream);
+  std::vector<uint8_t> tiers(births.size());
+  std::vector<float> scores(births.size());
+  for (uint32_t il = 0; il < layers.size(); ++il) {
+    const int n = Plugin::Get().get_layer(engine.session(), 0, il, births.data(), tiers.data(),
+                                          scores.data(), static_cast<uint32_t>(births.size()));
+    if (n < 0) Fail(Plugin::Get().last_error());
+    for (size_t i = 0; i < static_cast<size_t>(n); ++i)
+      layers[il][births[i]] = {scores[i], tiers[i]};
+  }
+  return layers;
+}
+
+// Every event's decisions on the text's own tokens: `window EVENT LAYER BIRTH SCORE TIER`, with the
+// score that was decided by and the tier that came of it (2: evicted).
+int Plans(const Options& options) {
+  Engine engine(options.text("model"), Settings(options));
+  const uint32_t n_prompt = options.number("prompt"), n_steps = options.number("generate");
+  std::vector<llama_token> tokens = engine.Tokenize(ReadText(options), n_prompt + n_steps);
+  engine.Prompt({tokens.begin(), tokens.begin() + n_prompt}, 0);
+  uint64_t n_events = engine.stats().events;
+  for (uint32_t i = 0; i < n_steps; ++i) {
+    const std::vector<LayerWindows> before = Windows(engine);
+    const uint32_t at = n_prompt + i;
+    if (engine.Decode(&tokens[at], 1, static_cast<llama_pos>(at), 0) != 0) {
+      Fail("llama_decode failed");
+    }
+    if (std::exchange(n_events, engine.stats().events) == n_events) continue;
+    const std::vector<LayerWindows> after = Windows(engine);
+    for (size_t il = 0; il < before.size(); ++il) {
+      for (const auto& [birth, window] : before[il]) {
+        const auto found = after[il].find(birth);
+        std::printf("window %u %zu %u %.9g %d\n", i, il, birth, static_cast<double>(window.score),
+                    found == after[il].end() ? 2 : found->second.tier);
+      }
+    }
+  }
   return 0;
 }
 
@@ -380,6 +436,7 @@ int Main(int argc, char** argv) {
   if (command == "logits") return Logits(options);
   if (command == "greedy") return Greedy(options);
   if (command == "budget") return Budget(options);
+  if (command == "plans") return Plans(options);
   if (command == "state") return State(options);
   if (command == "fork") return Fork(options);
   if (command == "contexts") return Contexts(options);

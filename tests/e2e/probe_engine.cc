@@ -78,6 +78,7 @@ const Plugin& Plugin::Get() {
     Lookup(library, "qevict_set_budget_tokens", p.set_budget_tokens);
     Lookup(library, "qevict_set_phase", p.set_phase);
     Lookup(library, "qevict_get_stats", p.get_stats);
+    Lookup(library, "qevict_get_layer", p.get_layer);
     Lookup(library, "qevict_last_error", p.last_error);
     return p;
   }();
@@ -117,7 +118,7 @@ Engine::Engine(const std::string& model_path, const ContextSettings& settings)
   params.n_ubatch = std::min(settings.n_batch, 512u);
   params.n_seq_max = settings.n_seq_max;
   params.kv_unified = settings.unified;
-  params.n_threads = params.n_threads_batch = 2;
+  params.n_threads = params.n_threads_batch = static_cast<int32_t>(settings.n_threads);
   params.flash_attn_type =
       settings.flash_attention ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
   params.type_k = params.type_v = settings.cache_type;

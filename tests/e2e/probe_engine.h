@@ -37,6 +37,7 @@ struct Plugin {
   int (*set_budget_tokens)(uint64_t, uint32_t) = nullptr;
   int (*set_phase)(uint64_t, qevict_phase) = nullptr;
   int (*get_stats)(uint64_t, qevict_stats*) = nullptr;
+  int (*get_layer)(uint64_t, uint32_t, uint32_t, uint32_t*, uint8_t*, float*, uint32_t) = nullptr;
   const char* (*last_error)() = nullptr;
 
   static const Plugin& Get();
@@ -45,7 +46,7 @@ struct Plugin {
 /// How a context is made. config empty: CPU backend.
 struct ContextSettings {
   std::string config;
-  uint32_t n_ctx = 0, n_batch = 512, n_seq_max = 1;
+  uint32_t n_ctx = 0, n_batch = 512, n_seq_max = 1, n_threads = 2;
   bool unified = false;
   bool flash_attention = true;
   ggml_type cache_type = GGML_TYPE_F16;
