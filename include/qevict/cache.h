@@ -84,6 +84,16 @@ struct WindowInfo {
 /// window, tables included.
 uint64_t MinimumBudgetBytes(const Config& config, std::span<const LayerShape> layers);
 
+/// A cache among several under one budget (a model with sliding windows has two).
+struct CacheDemand {
+  uint64_t f16_bytes;      ///< of the tokens that a fraction is taken of
+  uint64_t minimum_bytes;  ///< see MinimumBudgetBytes
+};
+/// Shares `fraction` of all caches' f16 bytes: each gets that fraction of its own, but none less
+/// than its minimum, which the others give up in proportion to what they have above theirs. Returns
+/// each cache's own fraction; `fraction` for all if there is not enough.
+std::vector<double> ShareFraction(double fraction, std::span<const CacheDemand> caches);
+
 class KvCache {
  public:
   /// Errors: kInvalidArgument for shapes that cannot be stored or a budget below the minimum (the
@@ -175,9 +185,10 @@ class KvCache {
   /// True when the sequence's prompt must be routed after each chunk (prefill=bounded, or the first
   /// event has passed) and the layer's bytes are beyond its share.
   bool NeedsBoundedRoute(uint32_t il, SeqId seq) const;
-  /// Resolves a fraction against other token counts (prompt + max_new of our own commands). Before
-  /// the first event only.
-  Status SetBudgetTokens(uint32_t tokens);
+  /// Another fraction, resolved against other token counts (prompt + max_new of our own commands).
+  /// Before the first event only. Errors: kFailedPrecondition after it, kInvalidArgument below the
+  /// minimum; nothing has changed then.
+  Status SetBudget(uint32_t tokens, double fraction);
 
   // --- Whole-cache operations
   // ----------------------------------------------------------------------------------------

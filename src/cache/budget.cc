@@ -8,6 +8,8 @@
 // Prompt reserve. While a prompt is read under a limit, each layer first stores a chunk in full
 // precision, attends, and is then routed back to its share. Layers take turns, so one chunk of the
 // largest layer is what all of them need together.
+#include <cmath>
+
 #include "cache/kv_cache_impl.h"
 
 namespace qevict {
@@ -59,6 +61,24 @@ uint64_t MinimumBudgetBytes(const Config& config, std::span<const LayerShape> la
   }
   const uint64_t window_bytes = sizeof(WindowRecord) + 2 * sizeof(uint32_t) * (w + 1);
   return bytes + rope_table + (n_full + 8) * window_bytes;
+}
+
+std::vector<double> ShareFraction(double fraction, std::span<const CacheDemand> caches) {
+  std::vector<double> fractions(caches.size(), fraction);
+  double missing = 0.0, spare = 0.0;
+  for (const CacheDemand& c : caches) {
+    const double over =
+        fraction * static_cast<double>(c.f16_bytes) - static_cast<double>(c.minimum_bytes);
+    (over < 0.0 ? missing : spare) += std::fabs(over);
+  }
+  if (missing == 0.0 || missing > spare) return fractions;
+  for (size_t i = 0; i < caches.size(); ++i) {
+    const auto f16 = static_cast<double>(caches[i].f16_bytes);
+    const auto minimum = static_cast<double>(caches[i].minimum_bytes);
+    const double over = fraction * f16 - minimum;
+    fractions[i] = (over < 0.0 ? minimum : minimum + over * (1.0 - missing / spare)) / f16;
+  }
+  return fractions;
 }
 
 uint32_t KvCache::Impl::Recents() const {

@@ -1,6 +1,8 @@
 // KvCache: creation, accessors, and the public calls that only forward.
 #include <cstdlib>
 #include <cstring>
+#include <tuple>
+#include <utility>
 
 #include "cache/kv_cache_impl.h"
 
@@ -294,7 +296,7 @@ bool KvCache::NeedsBoundedRoute(uint32_t il, SeqId seq) const {
   return impl_->NeedsBoundedRoute(il, seq);
 }
 
-Status KvCache::SetBudgetTokens(uint32_t tokens) {
+Status KvCache::SetBudget(uint32_t tokens, double fraction) {
   Impl& c = *impl_;
   for (const auto& s : c.sequences) {
     if (s && s->first_event) {
@@ -302,11 +304,14 @@ Status KvCache::SetBudgetTokens(uint32_t tokens) {
     }
   }
   if (tokens == 0) return InvalidArgument("a budget needs at least one token");
-  const uint32_t before = c.budget_tokens;
-  c.budget_tokens = tokens;
-  c.config.budget_tokens = tokens;
+  const std::pair before(c.budget_tokens, c.config.budget_fraction);
+  c.budget_tokens = c.config.budget_tokens = tokens;
+  c.config.budget_fraction = fraction;
   Status status = CheckBudget(c.config, ShapesOf(c.layers, c.pools), c.DomainBudget());
-  if (!status.ok()) c.budget_tokens = c.config.budget_tokens = before;
+  if (!status.ok()) {
+    std::tie(c.budget_tokens, c.config.budget_fraction) = before;
+    c.config.budget_tokens = c.budget_tokens;
+  }
   c.UpdateLimit();
   return status;
 }

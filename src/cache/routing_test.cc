@@ -291,17 +291,19 @@ TEST(RouteTest, ABudgetThatCannotHoldWhatIsProtectedNamesTheNumbers) {
   e.ExpectSound();
 }
 
-TEST(RouteTest, SetBudgetTokensWorksBeforeTheFirstEventOnly) {
+TEST(RouteTest, SetBudgetWorksBeforeTheFirstEventOnly) {
   Config config;
   config.budget_fraction = 0.2;
   Engine e(config, TwoLayers(), 1, 2048);
   const SeqId seq = e.NewSequence(0);
-  EXPECT_EQ(e.cache().SetBudgetTokens(100).code(), StatusCode::kInvalidArgument);
-  ASSERT_TRUE(e.cache().SetBudgetTokens(1000).ok());
+  EXPECT_EQ(e.cache().SetBudget(100, e.cache().config().budget_fraction).code(),
+            StatusCode::kInvalidArgument);
+  ASSERT_TRUE(e.cache().SetBudget(1000, e.cache().config().budget_fraction).ok());
   ASSERT_TRUE(e.Prompt(seq, 900, 300).ok());
   ASSERT_TRUE(e.Decode(seq, 1).ok());
   EXPECT_EQ(e.cache().Stats().budget_bytes, 200 * kF16Token);
-  EXPECT_EQ(e.cache().SetBudgetTokens(2000).code(), StatusCode::kFailedPrecondition);
+  EXPECT_EQ(e.cache().SetBudget(2000, e.cache().config().budget_fraction).code(),
+            StatusCode::kFailedPrecondition);
 }
 
 TEST(RouteTest, StreamingKeepsTheNewest) {

@@ -93,13 +93,16 @@ class CachePlanner {
   uint64_t budget_bytes() const { return DomainBudget() * n_domains_; }
   uint64_t table_bytes() const { return fixed_ * n_domains_; }
   uint64_t minimum_bytes() const {
+    return stream_minimum_bytes() * cache_.n_sequences * cache_.n_streams;
+  }
+  uint64_t stream_minimum_bytes() const {
     std::vector<LayerShape> shapes;
     for (const CacheLayer& l : cache_.layers) {
       shapes.push_back({l.n_kv_heads, l.head_dim, l.head_dim_v, Elem::kF16, Elem::kF16});
     }
     Config config = config_;
     config.budget_tokens = cache_.cells_per_stream;
-    return MinimumBudgetBytes(config, shapes) * cache_.n_sequences * cache_.n_streams;
+    return MinimumBudgetBytes(config, shapes);
   }
 
   Result<LayerPlan> Layer(const CacheLayer& l) const {
@@ -258,17 +261,36 @@ uint64_t CapacityPlan::all_table_bytes() const {
   return bytes;
 }
 
+/// Each cache's own fraction, as the plug-in shares one budget among them.
+std::vector<double> Fractions(const Config& config, std::span<const CacheLayout> caches,
+                              uint32_t rope_dims) {
+  std::vector<CacheDemand> demands;
+  uint64_t all = 0;
+  for (const CacheLayout& cache : caches) {
+    const uint64_t minimum = CachePlanner(config, cache, rope_dims).stream_minimum_bytes();
+    const uint64_t n_streams = config.budget_bytes ? 1 : cache.n_streams;
+    demands.push_back({F16Capacity(cache) / n_streams, minimum + minimum / 10});
+    all += demands.back().f16_bytes;
+  }
+  const double fraction = config.budget_bytes
+                              ? static_cast<double>(config.budget_bytes) / static_cast<double>(all)
+                              : config.budget_fraction;
+  return ShareFraction(fraction, demands);
+}
+
 Result<CapacityPlan> PlanCapacity(const Config& config, const ModelShape& model,
                                   const CacheUse& use) {
   CapacityPlan plan;
   const std::vector<CacheLayout> caches = LayOut(model, use);
-  uint64_t capacity_bytes = 0;
-  for (const CacheLayout& cache : caches) capacity_bytes += F16Capacity(cache);
-  for (const CacheLayout& cache : caches) {
-    Config part = config;  // an absolute budget is one for all caches
-    part.budget_bytes = static_cast<uint64_t>(static_cast<double>(F16Capacity(cache)) /
-                                              static_cast<double>(capacity_bytes) *
-                                              static_cast<double>(config.budget_bytes));
+  const std::vector<double> fractions = Fractions(config, caches, model.rope_dims);
+  for (size_t i = 0; i < caches.size(); ++i) {
+    const CacheLayout& cache = caches[i];
+    Config part = config;
+    part.budget_fraction = fractions[i];
+    if (config.budget_bytes) {
+      part.budget_bytes =
+          static_cast<uint64_t>(fractions[i] * static_cast<double>(F16Capacity(cache)));
+    }
     const CachePlanner planner(part, cache, model.rope_dims);
     plan.f16_bytes += planner.f16_bytes();
     plan.table_bytes += planner.table_bytes();

@@ -135,7 +135,7 @@ CacheStats Simulate(const Config& config, const ModelShape& model, uint32_t n_to
   auto made = KvCache::Create(config, shapes, 1, n_tokens + 256);
   EXPECT_TRUE(made.ok());
   KvCache& cache = **made;
-  EXPECT_TRUE(cache.SetBudgetTokens(n_tokens).ok());
+  EXPECT_TRUE(cache.SetBudget(n_tokens, cache.config().budget_fraction).ok());
   auto pool = MakeSerial();
   const SeqId seq = cache.CreateSequence(0);
   const std::vector<float> row(4096, 0.25f);

@@ -45,17 +45,6 @@ void* GetBase(ggml_backend_buffer_t buffer) {
                        : reinterpret_cast<void*>(kAlignment);  // dummy buffers must not be null
 }
 
-// An absolute budget is one for all caches of a context (a model with sliding windows has two).
-Status ShareBudget(const Session& session) {
-  uint64_t f16_bytes = 0;
-  for (const CacheGroup* group : session.groups) f16_bytes += group->f16_bytes();
-  for (CacheGroup* group : session.groups) {
-    group->ShareBudget(f16_bytes);
-    QEVICT_RETURN_IF_ERROR(group->CheckBudget());
-  }
-  return {};
-}
-
 ggml_status InitTensor(ggml_backend_buffer_t buffer, ggml_tensor* tensor) {
   if (tensor->view_src || ParseCacheName(tensor->name).kind == 0) return GGML_STATUS_SUCCESS;
   BufferContext* context = Context(buffer);
@@ -71,7 +60,7 @@ ggml_status InitTensor(ggml_backend_buffer_t buffer, ggml_tensor* tensor) {
   }
   Status status = context->group->AddTensor(tensor);
   context->added += GGML_PAD(ggml_nbytes(tensor), kAlignment);
-  if (status.ok() && context->added >= context->size) status = ShareBudget(*context->session);
+  if (status.ok() && context->added >= context->size) status = context->session->ShareBudget();
   if (status.ok()) return GGML_STATUS_SUCCESS;
   LogError(status.message());
   return GGML_STATUS_FAILED;

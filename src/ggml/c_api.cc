@@ -101,14 +101,8 @@ uint64_t qevict_last_session(void) { return Sessions::LastOfThread(); }
 
 int qevict_set_budget_tokens(uint64_t session, uint32_t tokens) {
   return WithSession(session, [tokens](Session& s) {
-    for (CacheGroup* group : s.groups) {
-      const uint32_t mine = std::min(tokens, group->n_cells());
-      group->set_budget_tokens(mine);
-      if (group->cache()) {
-        if (const int error = Report(group->cache()->SetBudgetTokens(mine))) return error;
-      }
-    }
-    return 0;
+    for (CacheGroup* group : s.groups) group->set_budget_tokens(tokens);
+    return Report(s.ShareBudget());
   });
 }
 

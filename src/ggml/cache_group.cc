@@ -30,21 +30,16 @@ Result<Elem> ElemOf(const ggml_tensor* t) {
                        " is not supported by QEVICT, which needs f16 or bf16 (remove -ctk/-ctv)");
 }
 
-Status CheckBudgetTokens(const Config& config, uint32_t cells) {
-  if (config.preset == Preset::kFull || config.budget_bytes) return {};
-  const uint64_t tokens = config.budget_tokens ? config.budget_tokens : cells;
-  const auto have = static_cast<uint64_t>(config.budget_fraction * static_cast<double>(tokens));
-  const uint64_t need =
-      uint64_t{config.sinks} + config.recents + config.EffectiveInterval() + config.window;
-  if (have >= need) return {};
-  char text[256];
-  std::snprintf(text, sizeof(text),
-                "budget %.4g%% of %llu tokens allows %llu tokens, but sinks + recents + interval + "
-                "one window need %llu: use at "
-                "least %.1f%% or a longer context (-c)",
-                config.budget_fraction * 100.0, static_cast<unsigned long long>(tokens),
-                static_cast<unsigned long long>(have), static_cast<unsigned long long>(need),
-                std::ceil(1000.0 * static_cast<double>(need) / static_cast<double>(tokens)) / 10.0);
+Status TooSmall(double fraction, uint64_t tokens, uint64_t layers, uint64_t have, uint64_t need) {
+  char text[320];
+  std::snprintf(
+      text, sizeof(text),
+      "budget %.4g%% of %llu tokens is %s for %llu layers, but sinks, recents, one interval and "
+      "one packed window "
+      "need %s: use at least %.1f%% or a longer context (-c)",
+      fraction * 100.0, static_cast<unsigned long long>(tokens), SizeText(have).c_str(),
+      static_cast<unsigned long long>(layers), SizeText(need).c_str(),
+      std::ceil(1000.0 * fraction * static_cast<double>(need) / static_cast<double>(have)) / 10.0);
   return InvalidArgument(text);
 }
 
@@ -72,7 +67,6 @@ Status CacheGroup::AddTensor(ggml_tensor* tensor) {
   if (layers_.empty()) {
     n_cells_ = cells;
     n_streams_ = streams;
-    QEVICT_RETURN_IF_ERROR(CheckBudgetTokens(config_, cells));
   } else if (cells != n_cells_ || streams != n_streams_) {
     return Unimplemented(std::string("cache tensor ") + tensor->name +
                          " has another shape than the first one of its buffer");
@@ -87,20 +81,8 @@ Status CacheGroup::AddTensor(ggml_tensor* tensor) {
   return {};
 }
 
-void CacheGroup::ShareBudget(uint64_t all_f16_bytes) {
-  if (cache_ || all_budget_bytes_ == 0 || all_f16_bytes == 0) return;
-  const double part = static_cast<double>(f16_bytes()) / static_cast<double>(all_f16_bytes);
-  config_.budget_bytes = static_cast<uint64_t>(part * static_cast<double>(all_budget_bytes_));
-}
-
-// Heads are not known before the first graph: rows count as small ones, which asks for a little
-// less than KvCache will.
-Status CacheGroup::CheckBudget() const {
-  if (config_.preset == Preset::kFull || layers_.empty() || !layers_.back().v) return {};
-  Config config = config_;
-  if (config.budget_tokens == 0) config.budget_tokens = n_cells_;
+std::vector<LayerShape> CacheGroup::GuessedShapes() const {
   std::vector<LayerShape> shapes;
-  uint64_t token_bytes = 0;
   for (const LayerBinding& layer : layers_) {
     const auto k_row = static_cast<uint32_t>(layer.k->ne[0]),
                v_row = static_cast<uint32_t>(layer.v->ne[0]);
@@ -108,20 +90,43 @@ Status CacheGroup::CheckBudget() const {
     while (head_dim > 8 && (k_row % head_dim != 0 || v_row % (k_row / head_dim) != 0))
       head_dim /= 2;
     const uint32_t n_heads = std::max(1u, k_row / head_dim);
-    shapes.push_back({n_heads, k_row / n_heads, v_row / n_heads, Elem::kF16, Elem::kF16});
-    token_bytes += layer.k->nb[1] + layer.v->nb[1];
+    const uint32_t n_parts = config_.per_head ? n_heads : 1;
+    shapes.insert(shapes.end(), n_parts,
+                  {n_heads / n_parts, k_row / n_heads, v_row / n_heads, Elem::kF16, Elem::kF16});
   }
-  const uint64_t minimum = MinimumBudgetBytes(config, shapes);
-  const uint64_t budget = config.budget_bytes
-                              ? config.budget_bytes
-                              : static_cast<uint64_t>(config.budget_fraction *
-                                                      static_cast<double>(config.budget_tokens) *
-                                                      static_cast<double>(token_bytes));
-  if (budget >= minimum) return {};
-  return InvalidArgument(
-      "a budget of " + SizeText(budget) + " for " + std::to_string(layers_.size()) +
-      " layers is too small: sinks, recents, one interval and one packed window need at least " +
-      SizeText(minimum));
+  return shapes;
+}
+
+CacheDemand CacheGroup::Demand() const {
+  if (config_.preset == Preset::kFull || layers_.empty() || !layers_.back().v) return {0, 0};
+  Config config = config_;
+  if (config.budget_tokens == 0) config.budget_tokens = n_cells_;
+  const uint64_t minimum = MinimumBudgetBytes(config, GuessedShapes());
+  const uint64_t tokens =
+      config_.budget_bytes ? uint64_t{n_cells_} * n_streams_ : config.budget_tokens;
+  return {f16_bytes() / (uint64_t{n_cells_} * n_streams_) * tokens, minimum + minimum / 10};
+}
+
+Status CacheGroup::SetBudgetFraction(double fraction) {
+  const CacheDemand demand = Demand();
+  if (demand.f16_bytes == 0) return {};
+  const auto budget = static_cast<uint64_t>(fraction * static_cast<double>(demand.f16_bytes) + 0.5);
+  if (config_.budget_bytes == 0) {
+    const uint32_t tokens = config_.budget_tokens ? config_.budget_tokens : n_cells_;
+    if (budget < demand.minimum_bytes / 11 * 10) {
+      return TooSmall(fraction, tokens, layers_.size(), budget, demand.minimum_bytes);
+    }
+    config_.budget_fraction = fraction;
+    return cache_ ? cache_->SetBudget(tokens, fraction) : Status();
+  }
+  if (budget < demand.minimum_bytes / 11 * 10) {
+    return InvalidArgument(
+        "a budget of " + SizeText(budget) + " for " + std::to_string(layers_.size()) +
+        " layers is too small: sinks, recents, one interval and one packed window need at least " +
+        SizeText(demand.minimum_bytes));
+  }
+  if (!cache_) config_.budget_bytes = budget;
+  return {};
 }
 
 int CacheGroup::FindLayer(const ggml_tensor* root) const {

@@ -9,6 +9,7 @@
 // graph, and a second write to the same layer starts a new one.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -52,17 +53,20 @@ struct RowGroup {
 
 class CacheGroup {
  public:
-  explicit CacheGroup(Config config)
-      : config_(std::move(config)), all_budget_bytes_(config_.budget_bytes) {}
+  explicit CacheGroup(Config config) : config_(std::move(config)) {}
 
   /// Called by init_tensor for every cache_* tensor; refuses what cannot be held, with the sentence
   /// in the Status.
   Status AddTensor(ggml_tensor* tensor);
-  /// The caches of a session share an absolute budget by their sizes: this one gets its part of
-  /// `all_f16_bytes`.
-  void ShareBudget(uint64_t all_f16_bytes);
-  /// What always stays must fit into the budget; for when all tensors have been added.
-  Status CheckBudget() const;
+  /// What this cache asks of the session's budget: bytes of the tokens that it is taken of, and
+  /// what always stays. Heads are not known before the first graph: rows count as small ones, with
+  /// a tenth more.
+  CacheDemand Demand() const;
+  /// This cache's part of the session's budget, as a fraction of Demand().f16_bytes. Errors:
+  /// kInvalidArgument if what always stays does not fit.
+  Status SetBudgetFraction(double fraction);
+  /// What a fraction is taken of; at most the cells there are.
+  void set_budget_tokens(uint32_t tokens) { config_.budget_tokens = std::min(tokens, n_cells_); }
   /// Learns the head shape of a layer from an attention op over it.
   void Observe(const ggml_tensor* flash_attn);
   /// Learns the RoPE of a layer from a write of its keys. State may be restored before the first
@@ -100,7 +104,6 @@ class CacheGroup {
   uint32_t n_streams() const { return n_streams_; }
   uint32_t n_cells() const { return n_cells_; }
   void set_phase(int phase) { phase_ = phase; }
-  void set_budget_tokens(uint32_t tokens) { config_.budget_tokens = tokens; }
   Config& config() { return config_; }
 
   struct Timers {
@@ -133,10 +136,10 @@ class CacheGroup {
                                    const RowGroup& group, const GroupView& view, uint32_t part);
   Status RestoreRows(const LayerBinding& layer, bool is_k, uint32_t stream, uint32_t cell,
                      uint32_t n, const uint16_t* rows);
+  std::vector<LayerShape> GuessedShapes() const;
   bool WantsMass() const { return config_.preset == Preset::kQEvict; }
 
   Config config_;
-  uint64_t all_budget_bytes_;  ///< absolute budget of the session
   std::vector<LayerBinding> layers_;
   std::unique_ptr<KvCache> cache_;
   uint32_t n_streams_ = 0, n_cells_ = 0;

@@ -7,6 +7,24 @@ namespace {
 thread_local uint64_t last_session_of_thread = 0;
 }
 
+Status Session::ShareBudget() {
+  std::vector<CacheDemand> demands;
+  uint64_t f16_bytes = 0;
+  for (const CacheGroup* group : groups) {
+    demands.push_back(group->Demand());
+    f16_bytes += demands.back().f16_bytes;
+  }
+  if (!config.ok() || f16_bytes == 0) return {};
+  const double fraction = config->budget_bytes ? static_cast<double>(config->budget_bytes) /
+                                                     static_cast<double>(f16_bytes)
+                                               : config->budget_fraction;
+  const std::vector<double> parts = ShareFraction(fraction, demands);
+  for (size_t i = 0; i < groups.size(); ++i) {
+    QEVICT_RETURN_IF_ERROR(groups[i]->SetBudgetFraction(parts[i]));
+  }
+  return {};
+}
+
 Sessions& Sessions::Get() {
   static Sessions* sessions =
       new Sessions;  // never destroyed: buffers may outlive static destructors

@@ -21,6 +21,10 @@ class Session {
   Session(uint64_t session_id, Result<Config> session_config)
       : id(session_id), config(std::move(session_config)) {}
 
+  /// One budget for all caches of the context (a model with sliding windows has two); for when the
+  /// tensors of one more have been added, and when what a fraction is taken of has changed.
+  Status ShareBudget();
+
   const uint64_t id;
   const Result<Config> config;  ///< not OK: every init_tensor fails with this sentence
   OmpPool pool{1};

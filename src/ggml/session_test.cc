@@ -207,6 +207,29 @@ TEST(TwoCachesTest, OneStepWritesToBoth) {
   }
 }
 
+// A ring of a fraction's size could not hold what always stays: the other cache makes up for it.
+TEST(TwoCachesTest, AFractionLeavesARingItsMinimum) {
+  CacheSpec spec = TwoCaches();
+  spec.n_cells = 1024;
+  Twin twin(spec, "preset=qevict,budget=25%,recents=16,check=1");
+  ASSERT_TRUE(twin.ours.ok());
+  twin.swa = 60;
+  for (const size_t il : {0u, 1u, 3u}) twin.masks[il].swa = 60;
+  for (int32_t pos = 0; pos < 600; pos += 40) {
+    ASSERT_EQ(twin.ours.Run(twin.Input(TokensOf(0, pos, 40))).status, GGML_STATUS_SUCCESS);
+  }
+  for (int32_t pos = 600; pos < 620; ++pos) {
+    ASSERT_EQ(twin.ours.Run(twin.Input(TokensOf(0, pos, 1))).status, GGML_STATUS_SUCCESS);
+  }
+  const qevict_stats s = twin.ours.stats();
+  EXPECT_NEAR(static_cast<double>(s.budget_bytes), 0.25 * static_cast<double>(s.capacity_f16_bytes),
+              2.0);
+  EXPECT_LE(s.full_bytes + s.packed_bytes + s.dormant_bytes + s.tables_bytes + s.slack_bytes,
+            s.budget_bytes);
+  EXPECT_GT(twin.ours.cache(1)->config().budget_fraction, 0.26);
+  EXPECT_LT(twin.ours.cache(0)->config().budget_fraction, 0.24);
+}
+
 TEST(TwoCachesTest, ShareAnAbsoluteBudget) {
   Twin twin(TwoCaches(), "preset=qevict,budget=400KiB,recents=16,check=1");
   ASSERT_TRUE(twin.ours.ok());
