@@ -32,7 +32,9 @@ std::string SentenceOf(const CLI::ParseError& error, const CLI::App& root,
   }
   if (dynamic_cast<const CLI::RequiredError*>(&error)) {
     if (text == "A subcommand is required") {
-      const bool named = !words.empty() && !words.back().starts_with("-") && words.back() != "eval";
+      // "eval" alone is a command that lacks one of its own, "eval fly" an unknown one.
+      const bool named = !words.empty() && !words.back().starts_with("-") &&
+                         words.back() != "eval" && words.back() != "bench";
       return (named ? "unknown command " + words.back() : "a command is missing") + see;
     }
     return "option " + text.substr(0, text.find(' ')) + " is missing" + see;
