@@ -31,9 +31,11 @@ void PrintBench(Format format, const Json& header, const std::vector<Table::Colu
 std::vector<Command> AddBench(CLI::App& root) {
   CLI::App* bench = root.add_subcommand("bench", "measure speed beside llama.cpp's own cache");
   SetHelp(*bench, "Measures speed beside llama.cpp's CPU backend, in turns within one run.",
-          "qevict bench WHAT [options]", "  qevict bench model -m model.gguf -d 4096 -n 32\n");
+          "qevict bench WHAT [options]",
+          "  qevict bench model -m model.gguf -d 4096 -n 32\n"
+          "  qevict bench attention --shapes 14/2x64 --tokens 16384\n");
   bench->require_subcommand(1)->group("Commands");
-  return {AddBenchModel(*bench)};
+  return {AddBenchModel(*bench), AddBenchAttention(*bench)};
 }
 
 }  // namespace qevict::cli

@@ -10,6 +10,7 @@
 namespace qevict::cli {
 
 Command AddBenchModel(CLI::App& bench);
+Command AddBenchAttention(CLI::App& bench);
 
 /// One result: cells of the table, and what only JSON shows (samples).
 struct BenchRow {

@@ -169,7 +169,9 @@ Command AddBenchModel(CLI::App& bench) {
       "Tokens are pseudo-random (one seed), or those of -f, and the same for all caches. A prompt\n"
       "of -d tokens is read once per cache; between repetitions the tokens behind it are taken\n"
       "back, and the first one decoded then is not timed. `mean KL` compares the logits of 8\n"
-      "tokens behind the prompt with the CPU backend's: a full cache that differs is an error.\n");
+      "tokens behind the prompt with the CPU backend's: a full cache that differs is an error.\n"
+      "`peak RSS` is the process's so far: both models are loaded, and the caches of earlier "
+      "rows.\n");
   AddModel(*app, o->model)->group(kTests);
   AddText(*app, "-p,--n-prompt", o->prompts, "N,..", "prompt tokens (pp), 0 = no such test")
       ->default_str(o->prompts)

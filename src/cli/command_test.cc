@@ -116,6 +116,11 @@ TEST_F(CommandTest, UsageErrorsAreOneSentenceAndCode2) {
       {"bench model -m " + model + " -o xml", "expected md, csv, json or jsonl"},
       {"bench model -m " + model + " -d 64 --budget 1%", "qevict at 1%, depth 64: "},
       {"bench model -m " + model + " -f " + text_ + " -d 4096", "but the longest test needs"},
+      {"bench attention --shapes 14/3x64", "--shapes 14/3x64 is not legal"},
+      {"bench attention --tokens 7", "--tokens 7 is not legal: expected integers from 8"},
+      {"bench attention --tokens 12", "--tokens 12 is not legal: expected windows of 8"},
+      {"bench attention --tiers packed3", "--tiers packed3 is not legal"},
+      {"bench attention --layers 0", "--layers 0 is not legal"},
   };
   for (const auto& [arguments, part] : cases) {
     const Outcome o = Qevict(arguments);
@@ -137,8 +142,8 @@ TEST_F(CommandTest, WhatQevictCannotHoldIsARuntimeFailure) {
 }
 
 TEST_F(CommandTest, HelpOfEveryCommand) {
-  for (const char* command :
-       {"", "run", "serve", "plan", "info", "eval", "eval kld", "bench", "bench model"}) {
+  for (const char* command : {"", "run", "serve", "plan", "info", "eval", "eval kld", "bench",
+                              "bench model", "bench attention"}) {
     const Outcome o = Qevict(std::string(command) + " --help");
     EXPECT_EQ(o.code, 0) << command;
     EXPECT_EQ(o.err, "") << command;
@@ -373,6 +378,31 @@ TEST_F(CommandTest, BenchModelHoldsWhatTheDepthHolds) {
   // Tokens that were taken back are gone: 256, the warm-up and 16 in 2 layers of 768 bytes.
   const double f16_bytes = 273.0 * 2 * 2 * 3 * 64 * 2, kv = j["results"][1]["kv_bytes"];
   EXPECT_NEAR(kv * 100.0 / j["results"][1]["kv_share_percent"].get<double>(), f16_bytes, 1.0);
+}
+
+TEST_F(CommandTest, BenchAttentionChecksAndTimes) {
+  for (const char* more : {"", " --warm"}) {
+    const Outcome o = Qevict(
+        "bench attention --shapes 4/2x32,3/3x64 --tokens 512 --tiers full,packed2,packed4,mixed"
+        " -t 1 -r 2 --layers 2 -o json" +
+        std::string(more));
+    ASSERT_EQ(o.code, 0) << o.err;
+    const Json j = Json::parse(o.out);
+    EXPECT_GT(j["read_gbps"].get<double>(), 0.1);
+    ASSERT_EQ(j["results"].size(), 14u);
+    for (const Json& row : j["results"]) {
+      const bool ours = row["kernel"].get<std::string>().starts_with("qevict");
+      EXPECT_LT(row["error"].get<double>(), ours ? 1e-5 : 0.05) << row;
+      EXPECT_EQ(row["mass_error"].is_null(), !ours);
+      EXPECT_GT(row["gbps"].get<double>(), 0.0);
+      EXPECT_EQ(row["ratios"].size(), 2u);
+    }
+    EXPECT_EQ(j["results"][0]["kernel"], "ggml f16");
+    EXPECT_EQ(j["results"][0]["layer_bytes"], 512 * 2 * 2 * 32 * 2);
+    EXPECT_EQ(j["results"][0]["ratio_median"], 1.0);
+    EXPECT_EQ(j["results"][3]["kernel"], "qevict full");
+    EXPECT_EQ(j["results"][3]["layer_bytes"], 512 * 2 * 2 * 32 * 2);
+  }
 }
 
 }  // namespace
