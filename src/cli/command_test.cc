@@ -107,7 +107,7 @@ TEST_F(CommandTest, UsageErrorsAreOneSentenceAndCode2) {
       {"eval kld -m " + model + " -f " + text_ + " --step 3", "--step 3 does not divide"},
       {"eval kld -m " + model, "there is no text"},
       {"bench", "command is missing"},
-      {"bench fly", "unknown command fly"},
+      {"bench fly -r 3", "unknown command fly"},
       {"bench model", "no model"},
       {"bench model -m " + model + " -p x", "-p x is not legal: expected integers from 0"},
       {"bench model -m " + model + " -p 0 -n 0", "there is no test"},
