@@ -9,6 +9,7 @@
 #include <fstream>
 #include <iterator>
 #include <map>
+#include <sstream>
 
 #include "cli/text.h"
 
@@ -105,6 +106,21 @@ TEST_F(CommandTest, UsageErrorsAreOneSentenceAndCode2) {
       {"eval kld -m " + model + " -f " + text_, "tokens, but 8 chunks of 4096 tokens need"},
       {"eval kld -m " + model + " -f " + text_ + " --step 3", "--step 3 does not divide"},
       {"eval kld -m " + model, "there is no text"},
+      {"bench", "command is missing"},
+      {"bench fly -r 3", "unknown command fly"},
+      {"bench model", "no model"},
+      {"bench model -m " + model + " -p x", "-p x is not legal: expected integers from 0"},
+      {"bench model -m " + model + " -p 0 -n 0", "there is no test"},
+      {"bench model -m " + model + " -r 0", "-r 0 is not legal"},
+      {"bench model -m " + model + " --policy full,magic", "preset=magic is not legal"},
+      {"bench model -m " + model + " -o xml", "expected md, csv, json or jsonl"},
+      {"bench model -m " + model + " -d 64 --budget 1%", "qevict at 1%, depth 64: "},
+      {"bench model -m " + model + " -f " + text_ + " -d 4096", "but the longest test needs"},
+      {"bench attention --shapes 14/3x64", "--shapes 14/3x64 is not legal"},
+      {"bench attention --tokens 7", "--tokens 7 is not legal: expected integers from 8"},
+      {"bench attention --tokens 12", "--tokens 12 is not legal: expected windows of 8"},
+      {"bench attention --tiers packed3", "--tiers packed3 is not legal"},
+      {"bench attention --layers 0", "--layers 0 is not legal"},
   };
   for (const auto& [arguments, part] : cases) {
     const Outcome o = Qevict(arguments);
@@ -126,7 +142,8 @@ TEST_F(CommandTest, WhatQevictCannotHoldIsARuntimeFailure) {
 }
 
 TEST_F(CommandTest, HelpOfEveryCommand) {
-  for (const char* command : {"", "run", "serve", "plan", "info", "eval", "eval kld"}) {
+  for (const char* command : {"", "run", "serve", "plan", "info", "eval", "eval kld", "bench",
+                              "bench model", "bench attention"}) {
     const Outcome o = Qevict(std::string(command) + " --help");
     EXPECT_EQ(o.code, 0) << command;
     EXPECT_EQ(o.err, "") << command;
@@ -308,6 +325,84 @@ TEST_F(CommandTest, KldStepsDoNotChangeTheResult) {
   EXPECT_NEAR(one["kl_mean"].get<double>(), eight["kl_mean"].get<double>(), 1e-3);
   EXPECT_EQ(one["events"], eight["events"]);
   EXPECT_EQ(one["packed_tokens"], eight["packed_tokens"]);
+}
+
+std::vector<Json> Lines(const std::string& text) {
+  std::vector<Json> lines;
+  std::istringstream in(text);
+  for (std::string line; std::getline(in, line);) lines.push_back(Json::parse(line));
+  return lines;
+}
+
+std::string Names(const std::vector<Json>& rows) {
+  std::string names;
+  for (const Json& row : rows) {
+    names += row["policy"].get<std::string>() + "|" + row["test"].get<std::string>() + " ";
+  }
+  return names;
+}
+
+TEST_F(CommandTest, BenchModelTimesPairs) {
+  const Outcome o = Qevict("bench model -m " + Tiny("llama-hd64") +
+                           " -t 1 -p 40 -n 12 -d 400 -r 3 --budget 40% --set check=true -o jsonl");
+  ASSERT_EQ(o.code, 0) << o.err;
+  const std::vector<Json> rows = Lines(o.out);
+  EXPECT_EQ(Names(rows),
+            "|pp40 @ d400 full|pp40 @ d400 qevict|pp40 @ d400 "
+            "|tg12 @ d400 full|tg12 @ d400 qevict|tg12 @ d400 ");
+  for (const Json& row : rows) {
+    const bool ours = row["backend"] == "QEVICT";
+    EXPECT_GT(row["tokens_per_s_median"].get<double>(), 0.0);
+    EXPECT_EQ(row["samples_ms"].size(), ours ? 3u : 6u);
+    EXPECT_EQ(row["ratios"].size(), ours ? 3u : 0u);
+    EXPECT_EQ(row["violations"], 0);
+    EXPECT_EQ(row["tpot_p50_ms"].is_null(), row["n_gen"] == 0);
+    if (!ours) continue;
+    EXPECT_LE(row["ratio_low"].get<double>(), row["ratio_median"].get<double>());
+    EXPECT_GE(row["ratio_high"].get<double>(), row["ratio_median"].get<double>());
+    EXPECT_EQ(row["ratio_coverage_percent"], 75.0);
+    EXPECT_EQ(row["kl_mean"].get<double>() < 1e-3, row["policy"] == "full") << row;
+  }
+  EXPECT_GT(rows[4]["kv_share_percent"].get<double>(), 100.0) << "rows and tables";
+  EXPECT_LT(rows[5]["kv_share_percent"].get<double>(), 40.1);
+}
+
+TEST_F(CommandTest, BenchModelHoldsWhatTheDepthHolds) {
+  const Outcome o = Qevict("bench model -m " + Tiny("llama-hd64") + " -f " + Book() +
+                           " -t 1 -p 0 -n 16 -d 256 -r 4 --policy full -o json");
+  ASSERT_EQ(o.code, 0) << o.err;
+  const Json j = Json::parse(o.out);
+  EXPECT_EQ(j["command"], "bench model");
+  EXPECT_FALSE(j["cpu"].get<std::string>().empty());
+  ASSERT_EQ(j["results"].size(), 2u);
+  // Tokens that were taken back are gone: 256, the warm-up and 16 in 2 layers of 768 bytes.
+  const double f16_bytes = 273.0 * 2 * 2 * 3 * 64 * 2, kv = j["results"][1]["kv_bytes"];
+  EXPECT_NEAR(kv * 100.0 / j["results"][1]["kv_share_percent"].get<double>(), f16_bytes, 1.0);
+}
+
+TEST_F(CommandTest, BenchAttentionChecksAndTimes) {
+  for (const char* more : {"", " --warm"}) {
+    const Outcome o = Qevict(
+        "bench attention --shapes 4/2x32,3/3x64 --tokens 512 --tiers full,packed2,packed4,mixed"
+        " -t 1 -r 2 --layers 2 -o json" +
+        std::string(more));
+    ASSERT_EQ(o.code, 0) << o.err;
+    const Json j = Json::parse(o.out);
+    EXPECT_GT(j["read_gbps"].get<double>(), 0.1);
+    ASSERT_EQ(j["results"].size(), 14u);
+    for (const Json& row : j["results"]) {
+      const bool ours = row["kernel"].get<std::string>().starts_with("qevict");
+      EXPECT_LT(row["error"].get<double>(), ours ? 1e-5 : 0.05) << row;
+      EXPECT_EQ(row["mass_error"].is_null(), !ours);
+      EXPECT_GT(row["gbps"].get<double>(), 0.0);
+      EXPECT_EQ(row["ratios"].size(), 2u);
+    }
+    EXPECT_EQ(j["results"][0]["kernel"], "ggml f16");
+    EXPECT_EQ(j["results"][0]["layer_bytes"], 512 * 2 * 2 * 32 * 2);
+    EXPECT_EQ(j["results"][0]["ratio_median"], 1.0);
+    EXPECT_EQ(j["results"][3]["kernel"], "qevict full");
+    EXPECT_EQ(j["results"][3]["layer_bytes"], 512 * 2 * 2 * 32 * 2);
+  }
 }
 
 }  // namespace

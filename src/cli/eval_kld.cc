@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <optional>
 
+#include "cli/cache_choice.h"
 #include "cli/commands.h"
 #include "cli/kld.h"
 #include "cli/llm.h"
@@ -32,17 +33,6 @@ struct KldOptions {
   ConfigOptions cache;
 };
 
-std::vector<std::string> SplitList(const std::string& text) {
-  std::vector<std::string> items;
-  size_t begin = 0;
-  while (begin <= text.size()) {
-    const size_t end = std::min(text.find(',', begin), text.size());
-    items.push_back(text.substr(begin, end - begin));
-    begin = end + 1;
-  }
-  return items;
-}
-
 /// One row of the table: a compressed cache, or the CPU backend without flash attention ("floor").
 struct Contender {
   std::string policy, budget;
@@ -52,19 +42,14 @@ struct Contender {
   double share_sum = 0.0;
 };
 
-/// policies x budgets; the full preset once.
+/// "floor" first, then policies x budgets.
 Result<std::vector<Contender>> MakeContenders(const KldOptions& o, const Config& base) {
   std::vector<Contender> contenders;
   if (o.floor) contenders.push_back({"floor", "", std::nullopt, {}, {}, 0.0});
-  for (const std::string& policy : SplitList(o.policies)) {
-    for (const std::string& budget : SplitList(o.budgets)) {
-      Result<Config> config = ParseConfig("preset=" + policy, base);
-      if (!config.ok()) return config.status();
-      if (const Status status = ParseBudget(budget, *config); !status.ok()) return status;
-      const bool full = config->preset == Preset::kFull;
-      contenders.push_back({policy, full ? "" : budget, *config, {}, {}, 0.0});
-      if (full) break;
-    }
+  const Result<std::vector<CacheChoice>> choices = CacheChoices(o.policies, o.budgets, base);
+  if (!choices.ok()) return choices.status();
+  for (const CacheChoice& c : *choices) {
+    contenders.push_back({c.policy, c.budget, c.config, {}, {}, 0.0});
   }
   return contenders;
 }

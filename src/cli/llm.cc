@@ -218,6 +218,18 @@ const float* Context::Logits(uint32_t i) const {
                               static_cast<int32_t>(i) - static_cast<int32_t>(n_outputs_));
 }
 
+Status Context::Rewind(uint32_t n_past) {
+  llama_memory_t memory = llama_get_memory(context_.get());
+  if (n_past == 0) {
+    llama_memory_clear(memory, true);
+  } else if (!llama_memory_seq_rm(memory, 0, static_cast<llama_pos>(n_past), -1)) {
+    return FailedPrecondition("the cache of this model cannot take back tokens from position " +
+                              std::to_string(n_past) + " on");
+  }
+  n_past_ = n_past;
+  return {};
+}
+
 Result<std::vector<uint8_t>> Context::Save() const {
   ForgetErrors();
   std::vector<uint8_t> bytes(llama_state_seq_get_size(context_.get(), 0));

@@ -76,6 +76,9 @@ class Context {
   /// Logits of row i of the last Decode's outputs, i from 0. Valid until the next Decode.
   const float* Logits(uint32_t i) const;
   uint32_t n_past() const { return n_past_; }
+  /// Removes all tokens from position `n_past` on, as llama.cpp's programs take tokens back. What
+  /// has been evicted before stays evicted; Rewind(0) begins anew. Errors: kFailedPrecondition.
+  Status Rewind(uint32_t n_past);
 
   /// What is held of the tokens so far, as bytes. In this process they restore everything,
   /// scores included, as long as no window has been packed or evicted.

@@ -1,6 +1,7 @@
 // The qevict command: parses the command line and calls one command.
 // Exit codes: 0 success, 1 runtime failure, 2 usage error (one sentence on stderr).
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdio>
 #include <exception>
 
@@ -23,7 +24,8 @@ std::string NameOf(const CLI::App& root) {
 
 std::string SentenceOf(const CLI::ParseError& error, const CLI::App& root,
                        const std::vector<std::string>& words) {
-  const std::string see = "; see `" + NameOf(root) + " --help`";
+  const std::string command = NameOf(root);
+  const std::string see = "; see `" + command + " --help`";
   const std::string text = error.what();
   if (dynamic_cast<const CLI::ExtrasError*>(&error)) {
     const std::vector<std::string> extras = root.remaining(true);
@@ -32,8 +34,10 @@ std::string SentenceOf(const CLI::ParseError& error, const CLI::App& root,
   }
   if (dynamic_cast<const CLI::RequiredError*>(&error)) {
     if (text == "A subcommand is required") {
-      const bool named = !words.empty() && !words.back().starts_with("-") && words.back() != "eval";
-      return (named ? "unknown command " + words.back() : "a command is missing") + see;
+      // Behind the commands that were understood: what was to be the next one, if anything.
+      const size_t depth = static_cast<size_t>(std::count(command.begin(), command.end(), ' '));
+      const bool named = words.size() > depth && !words[depth].starts_with("-");
+      return (named ? "unknown command " + words[depth] : "a command is missing") + see;
     }
     return "option " + text.substr(0, text.find(' ')) + " is missing" + see;
   }

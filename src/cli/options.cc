@@ -159,23 +159,25 @@ CLI::Option* AddText(CLI::App& app, const std::string& names, std::string& targe
   return app.add_option(names, target, help)->type_name(type);
 }
 
-CLI::Option* AddFormat(CLI::App& app, Format& target, const std::string& help) {
+CLI::Option* AddFormat(CLI::App& app, Format& target, const std::string& help, bool json_lines) {
   return app
       .add_option_function<std::string>(
           "-o,--output",
-          [&target](const std::string& text) {
+          [&target, json_lines](const std::string& text) {
             if (text == "md") {
               target = Format::kMarkdown;
             } else if (text == "csv") {
               target = Format::kCsv;
             } else if (text == "json") {
               target = Format::kJson;
+            } else if (json_lines && text == "jsonl") {
+              target = Format::kJsonLines;
             } else {
-              Refuse("-o", text, "md, csv or json");
+              Refuse("-o", text, json_lines ? "md, csv, json or jsonl" : "md, csv or json");
             }
           },
           help)
-      ->type_name("md|csv|json")
+      ->type_name(json_lines ? "md|csv|json|jsonl" : "md|csv|json")
       ->default_str("md");
 }
 

@@ -50,7 +50,9 @@ CLI::Option* AddFlag(CLI::App& app, const std::string& names, bool& target,
                      const std::string& help);
 CLI::Option* AddText(CLI::App& app, const std::string& names, std::string& target,
                      const std::string& type, const std::string& help);
-CLI::Option* AddFormat(CLI::App& app, Format& target, const std::string& help);
+/// -o FORMAT; `json_lines` if the command can print a line per result, too.
+CLI::Option* AddFormat(CLI::App& app, Format& target, const std::string& help,
+                       bool json_lines = false);
 /// -m MODEL
 CLI::Option* AddModel(CLI::App& app, std::string& target);
 

@@ -10,7 +10,7 @@ namespace qevict::cli {
 
 using Json = nlohmann::ordered_json;
 
-enum class Format : unsigned char { kMarkdown, kCsv, kJson };
+enum class Format : unsigned char { kMarkdown, kCsv, kJson, kJsonLines };
 
 /// One value: exact for programs, readable for people.
 struct Cell {

@@ -14,6 +14,7 @@
 
 #include "kernels/attention.h"
 #include "kernels/attention_test_util.h"
+#include "kernels/bench_util.h"
 
 namespace qevict::kernels {
 namespace {
@@ -22,36 +23,15 @@ constexpr int kLayers = 4;
 
 struct Scenario {
   const char* model;
-  uint32_t n_kv_heads, n_gqa, head_dim;
-  RopePairing pairing;
+  LayerShape shape;
 };
-constexpr Scenario kScenarios[] = {{"14x2_d64", 2, 7, 64, RopePairing::kHalves},
-                                   {"32x8_d128", 8, 4, 128, RopePairing::kInterleaved},
-                                   {"9x3_d64", 3, 3, 64, RopePairing::kInterleaved}};
-constexpr const char* kFormatNames[] = {"f16", "packed2", "packed4", "mixed"};
+constexpr Scenario kScenarios[] = {{"14x2_d64", {2, 7, 64, RopePairing::kHalves}},
+                                   {"32x8_d128", {8, 4, 128, RopePairing::kInterleaved}},
+                                   {"9x3_d64", {3, 3, 64, RopePairing::kInterleaved}}};
 
-ProblemParams MakeParams(const Scenario& s, Formats formats, uint32_t rows, uint32_t n_tokens) {
-  ProblemParams p;
-  p.n_kv_heads = s.n_kv_heads;
-  p.n_gqa = s.n_gqa;
-  p.head_dim = p.head_dim_v = p.rope.n_dims = s.head_dim;
-  p.rope.pairing = s.pairing;
-  p.n_rows = rows;
-  p.n_windows = n_tokens / p.window;
-  p.formats = formats;
-  p.mask = Mask::kCausal;
-  return p;
-}
-
-/// Same shape, short: compares with the reference.
-bool IsRight(ProblemParams p, benchmark::State& state) {
-  p.n_windows = 40;
-  p.n_rows = std::min(p.n_rows, 40u);
-  Problem problem(p);
-  const auto pool = MakeSerial();
-  Workspace workspace;
-  problem.Run(*pool, workspace);
-  const std::string error = problem.Compare();
+/// A result that is wrong is an error, never a time.
+bool IsRight(const ProblemParams& p, benchmark::State& state) {
+  const std::string error = CheckShort(p);
   if (!error.empty()) state.SkipWithError(error.c_str());
   return error.empty();
 }
@@ -68,8 +48,7 @@ void BM_Attend(benchmark::State& state, Isa isa, ProblemParams p, int n_layers,
     for (auto _ : state) {
       for (const auto& layer : layers) Attend({&layer->group(), 1}, *pool, workspace);
     }
-    size_t bytes = 0;
-    for (const auto& block : layers[0]->blocks()) bytes += block.size();
+    const size_t bytes = layers[0]->bytes();
     const double tokens = static_cast<double>(p.n_windows) * p.window,
                  heads = p.n_kv_heads * p.n_gqa;
     const double flops = 4.0 * p.n_rows * tokens * p.head_dim * heads * n_layers;
@@ -86,17 +65,16 @@ void BM_Attend(benchmark::State& state, Isa isa, ProblemParams p, int n_layers,
 void Register() {
   for (Isa isa : AllIsas()) {
     for (const Scenario& s : kScenarios) {
-      for (int f = 0; f < 4; ++f) {
+      for (const Formats formats : kAllFormats) {
         for (unsigned threads : {1u, 2u}) {
-          const auto formats = static_cast<Formats>(f);
           const std::string tail = std::string(IsaName(isa)) + "/" + s.model + "/" +
-                                   kFormatNames[f] + "/threads:" + std::to_string(threads);
-          const ProblemParams decode = MakeParams(s, formats, 1, 16384);
+                                   FormatsName(formats) + "/threads:" + std::to_string(threads);
+          const ProblemParams decode = LayerParams(s.shape, formats, 1, 16384);
           benchmark::RegisterBenchmark(("decode/" + tail).c_str(), BM_Attend, isa, decode, kLayers,
                                        threads)
               ->Unit(benchmark::kMillisecond)
               ->UseRealTime();
-          const ProblemParams prompt = MakeParams(s, formats, 512, 8192 + 512);
+          const ProblemParams prompt = LayerParams(s.shape, formats, 512, 8192 + 512);
           benchmark::RegisterBenchmark(("prompt/" + tail).c_str(), BM_Attend, isa, prompt, 1,
                                        threads)
               ->Unit(benchmark::kMillisecond)

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <sstream>
 
 #include "base/half.h"
@@ -67,6 +68,8 @@ Problem::Problem(const ProblemParams& params) : params_(params), rng_(params.see
 
   MakeMask();
   MakeWindows();
+  for (const auto& block : blocks_) bytes_ += block.size();
+  if (p.scattered) Scatter();
   // Strides are wider than the data, and what lies between is NaN.
   group_.shape = &shape_;
   group_.n_rows = p.n_rows;
@@ -160,6 +163,19 @@ void Problem::MakeWindows() {
       }
     }
   }
+}
+
+void Problem::Scatter() {
+  std::vector<size_t> order(blocks_.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::shuffle(order.begin(), order.end(), rng_);
+  uint8_t* at = scattered_.Reserve(bytes_);
+  for (const size_t i : order) {
+    std::memcpy(at, blocks_[i].data(), blocks_[i].size());
+    windows_[i].data = at;
+    at += blocks_[i].size();
+  }
+  blocks_.clear();
 }
 
 void Problem::FillFull(size_t window, uint32_t kv_head) {

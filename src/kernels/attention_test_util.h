@@ -33,6 +33,9 @@ struct ProblemParams {
   bool blind_row = false;  ///< the middle row sees nothing
   uint32_t mass_first_row = 0;
   uint32_t head_gap = 0;  ///< poisoned bytes between the heads' blocks
+  /// Blocks lie in one piece of memory in random order, as after a while of routing; else each is
+  /// an allocation of its own, so that a sanitizer sees reads past it.
+  bool scattered = false;
   uint64_t seed = 1;
   std::string Name() const;
 
@@ -61,10 +64,14 @@ class Problem {
   std::string Compare() const;
   std::string CompareWith(const ReferenceResult& want) const;
   std::vector<uint32_t>& visible() { return visible_; }
+  /// Empty if scattered.
   std::vector<std::vector<uint8_t>>& blocks() { return blocks_; }
+  /// K and V of all windows as stored.
+  size_t bytes() const { return bytes_; }
 
  private:
   void MakeWindows();
+  void Scatter();
   void MakeMask();
   void FillFull(size_t window, uint32_t kv_head);
   void FillPacked(size_t window, uint32_t kv_head);
@@ -79,6 +86,8 @@ class Problem {
   AttentionGroup group_;
   std::vector<WindowRef> windows_;
   std::vector<std::vector<uint8_t>> blocks_;  // one exact allocation per window
+  Workspace scattered_;                       // or all of them
+  size_t bytes_ = 0;
   std::vector<uint32_t> visible_;
   std::vector<float> q_, out_, bias_, slopes_, sinks_, mass_;
 };
