@@ -199,10 +199,12 @@ int Budget(const Options& options) {
   Print("peak_rss_anon", peaks.rss_anon);
   Print("rss_high_water", StatusBytes("VmHWM"));
   std::printf("resident_error %.4f\n", peaks.resident_error);
-  const std::string mark = "QEVICT compute buffer size =";
-  const size_t at = Log().rfind(mark);
-  std::printf("compute_mib %s\n",
-              at == std::string::npos ? "0" : Log().substr(at + mark.size(), 12).c_str());
+  for (const char* device : {"QEVICT", "CPU"}) {
+    const std::string mark = std::string(device) + " compute buffer size =";
+    const size_t at = Log().rfind(mark);
+    const double mib = at == std::string::npos ? 0.0 : std::atof(Log().c_str() + at + mark.size());
+    std::printf("compute_%s %.0f\n", device, mib * 1048576.0);
+  }
   return 0;
 }
 
