@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Runs every test on a clean clone: scripts/test.sh [stage...]
 #
-# Stages, in this order; without arguments: core, sanitizers and plugin. `all` stands for every one.
+# Stages, in this order; without arguments all but `model`. `all` stands for every one.
 #   core        release build without llama.cpp: unit tests, layers, installed package
 #   sanitizers  unit tests under asan and ubsan, parallel tests under tsan
 #   aarch64     unit tests cross compiled and run under qemu (on x86-64)
 #   fuzz        each fuzz target for QEVICT_FUZZ_SECONDS (60)
 #   plugin      llama.cpp, the plug-in and the command: their own tests
-#   e2e         llama.cpp's unmodified programs with the plug-in and tiny models (about 20 minutes)
-#   model       the same with the real models (about 30 minutes)
+#   e2e         llama.cpp's unmodified programs with the plug-in and tiny models (about 3 minutes)
+#   model       the same with the real models (about 20 minutes)
 # Everything fetched or built outside this folder is kept in QEVICT_CACHE_DIR (~/.cache/qevict).
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
@@ -66,7 +66,8 @@ stage_aarch64() {
 }
 
 stage_fuzz() {
-  local seconds="${QEVICT_FUZZ_SECONDS:-60}" target name corpus
+  local seconds="${QEVICT_FUZZ_SECONDS:-60}" target name corpus failed=0
+  local -A running=()
   if [ -z "$(grep -rlE --include=CMakeLists.txt '^ *qevict_fuzz\(' src fuzz)" ]; then
     note "fuzz: there are no fuzz targets"
     return 0
@@ -78,10 +79,15 @@ stage_fuzz() {
     corpus="build/fuzz/corpus/$name"
     mkdir -p "$corpus" "fuzz/corpus/$name"
     "$target" -max_total_time="$seconds" -print_final_stats=1 -artifact_prefix="build/fuzz/$name-" \
-      "$corpus" "fuzz/corpus/$name" >"$log_dir/$name.log" 2>&1 ||
-      { tail -n 40 "$log_dir/$name.log" >&2; die "$name found a failing input; it is in build/fuzz/"; }
-    grep -E 'number_of_executed_units|new_units_added' "$log_dir/$name.log" >&2 || true
+      "$corpus" "fuzz/corpus/$name" >"$log_dir/$name.log" 2>&1 &
+    running[$name]=$!
   done
+  for name in "${!running[@]}"; do
+    wait "${running[$name]}" && note "$name: $(grep -E 'number_of_executed_units' "$log_dir/$name.log" || true)" && continue
+    tail -n 40 "$log_dir/$name.log" >&2
+    failed=1
+  done
+  [ "$failed" = 0 ] || die "a failing input was found; it is in build/fuzz/"
 }
 
 build_with_llama() {
@@ -110,7 +116,7 @@ stage_model() {
 
 all=(core sanitizers aarch64 fuzz plugin e2e model)
 stages=("$@")
-[ "$#" -gt 0 ] || stages=(core sanitizers plugin)
+[ "$#" -gt 0 ] || stages=(core sanitizers aarch64 fuzz plugin e2e)
 [ "$*" != all ] || stages=("${all[@]}")
 for stage in "${stages[@]}"; do
   [[ " ${all[*]} " = *" $stage "* ]] || die "no stage $stage; there are ${all[*]}"

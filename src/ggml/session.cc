@@ -2,6 +2,8 @@
 
 #include <cstdlib>
 
+#include "kernels/attention.h"
+
 namespace qevict::plugin {
 namespace {
 thread_local uint64_t last_session_of_thread = 0;
@@ -46,6 +48,11 @@ std::shared_ptr<Session> Sessions::Create() {
   if (!configured_) {
     const char* text = std::getenv("QEVICT_CONFIG");
     if (text && *text) config = LoadConfig(text);
+  }
+  if (const std::string_view isa = kernels::RefusedIsa(); config.ok() && !isa.empty()) {
+    config = InvalidArgument("QEVICT_SIMD=" + std::string(isa) +
+                             " names no instruction set of this machine and build (scalar, avx2, "
+                             "avx512, neon): leave it unset for the best there is");
   }
   auto session = std::make_shared<Session>(next_id_++, std::move(config));
   sessions_.push_back(session);

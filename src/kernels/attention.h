@@ -120,6 +120,8 @@ enum class Isa : uint8_t { kScalar, kAvx2, kAvx512, kNeon };
 Isa ActiveIsa();
 const char* IsaName(Isa isa);
 bool IsaSupported(Isa isa);
+/// The value of QEVICT_SIMD if it names no ISA that this build and CPU have; else empty.
+std::string_view RefusedIsa();
 /// Forces an ISA for tests and `QEVICT_SIMD`; false if the CPU lacks it (nothing changes).
 bool ForceIsa(Isa isa);
 

@@ -59,14 +59,24 @@ Isa Best() {
   return best;
 }
 
-Isa FromEnvironment() {
-  const char* value = std::getenv("QEVICT_SIMD");
-  if (value != nullptr) {
-    for (Isa isa : kAll) {
-      if (std::string_view(value) == IsaName(isa) && IsaSupported(isa)) return isa;
-    }
+std::string_view Requested() {
+  const char* value = std::getenv("QEVICT_SIMD");  // NOLINT(concurrency-mt-unsafe): read only
+  return value != nullptr ? value : "";
+}
+
+bool Find(std::string_view name, Isa& found) {
+  for (Isa isa : kAll) {
+    if (name != IsaName(isa) || !IsaSupported(isa)) continue;
+    found = isa;
+    return true;
   }
-  return Best();
+  return false;
+}
+
+Isa FromEnvironment() {
+  Isa isa = Best();
+  Find(Requested(), isa);
+  return isa;
 }
 
 std::atomic<Isa>& Active() {
@@ -77,6 +87,11 @@ std::atomic<Isa>& Active() {
 }  // namespace
 
 Isa ActiveIsa() { return Active().load(std::memory_order_relaxed); }
+
+std::string_view RefusedIsa() {
+  Isa isa = Isa::kScalar;
+  return Find(Requested(), isa) ? "" : Requested();
+}
 
 const char* IsaName(Isa isa) {
   switch (isa) {

@@ -108,6 +108,7 @@ def refused(work):
     file.write_text("# two mistakes are one too many\nbudget = 20%\nwindow = 7\n", encoding="utf-8")
     cases.complete("a mistake in a file", "llama-hd64", (), str(file), 1, r"window=7 is not legal")
     file.write_text("# a comment\n" * 200000, encoding="utf-8")
+    cases.complete("an unknown instruction set", "llama-hd64", (), "", 1, r"QEVICT_SIMD=avx1024 names no", env={"QEVICT_SIMD": "avx1024"})
     cases.complete("a huge file", "llama-hd64", (), str(file), 1, r"larger than 1 MiB")
     file.write_text("budget = 30%  # fine\nrecents = 64\n", encoding="utf-8")
     cases.complete("a file without mistakes", "llama-hd64", (), str(file), 0, r"KV cache of 2 layers,.* budget")
