@@ -61,7 +61,7 @@ struct Config {
       false;              ///< windows never quantized stay full precision while bytes are left over
   bool per_head = false;  ///< one ranking per kv head instead of one per layer
   bool event_scores = false;  ///< ablation: only the step of an event is scored (times interval)
-  uint32_t init_rows = 0;     ///< prompt rows that initialise scores: 0 = all, else the last m
+  uint32_t init_rows = 64;    ///< prompt rows that initialise scores: the last m, 0 = all
   uint32_t first_event = 0;   ///< decode step of the first routing event
   ScoreKind score = ScoreKind::kCumulative;
   double ema_lambda = 0.99;  ///< decay per query of ScoreKind::kEma, (0, 1)

@@ -18,6 +18,7 @@ Config Parse(std::string_view text, const Config& base = {}) {
   return config.ok() ? *config : Config{};
 }
 
+// init_rows apart: docs/results.md says why.
 TEST(ConfigTest, DefaultsAreThePapers) {
   const Config c = Parse("");
   EXPECT_EQ(c, Config{});

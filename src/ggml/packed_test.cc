@@ -203,8 +203,8 @@ TEST(EventsTest, AtDecodeStepZeroAndEveryInterval) {
 }
 
 TEST(ScoresTest, AreTheColumnSums) {
-  for (const char* config :
-       {"preset=qevict,budget=30%", "preset=qevict,budget=25%,window=4,recents=16"}) {
+  for (const char* config : {"preset=qevict,budget=30%,init_rows=0",
+                             "preset=qevict,budget=25%,window=4,recents=16,init_rows=0"}) {
     CacheSpec spec = Spec();
     spec.layers[1].n_gqa = 7;
     spec.layers[1].sinks = true;

@@ -70,7 +70,7 @@ TEST(PerHeadTest, HeadsKeepWhatTheyLookAt) {
   CacheSpec spec = TwoHeads();
   spec.layers.resize(1);
   spec.layers[0].rope.mode = kNoRope;
-  Twin twin(spec, "preset=qevict,budget=25%,per_head=true,recents=16");
+  Twin twin(spec, "preset=qevict,budget=25%,per_head=true,recents=16,init_rows=0");
   int32_t pos = 0;
   for (const uint32_t n : {300u, 1u}) {
     StepInput in = twin.Input(TokensOf(0, pos, n));

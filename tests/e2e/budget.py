@@ -91,7 +91,7 @@ CHECKED = [
     "budget=20%", "budget=20%,prefill=bounded", "budget=600KiB", "budget=20%,promotion=pinned", "budget=20%,promotion=none",
     "budget=30%,bits=4", "budget=20%,window=16", "budget=30%,window=32", "budget=30%,window=1", "budget=20%,window=4,interval=3",
     "budget=20%,local_mode=windows", "budget=20%,charge_dormant=off", "budget=20%,fill_slack=on", "budget=20%,per_head=on",
-    "budget=20%,scores=events", "budget=20%,init_rows=64", "budget=20%,first_event=5", "budget=20%,score=ema", "budget=20%,score=p_norm",
+    "budget=20%,scores=events", "budget=20%,init_rows=0", "budget=20%,first_event=5", "budget=20%,score=ema", "budget=20%,score=p_norm",
     "budget=20%,score=key_norm", "budget=20%,q=0", "budget=20%,q=1", "budget=20%,recents=10%", "budget=20%,sinks=0,recents=0",
     "preset=streaming,budget=20%", "preset=streaming,budget=10%,prefill=bounded", "budget=100%", "preset=full",
 ]
