@@ -1,10 +1,11 @@
 // run --compare: the compressed cache beside the full one, on the same prompt.
 //
-// The prompt is read three times:
+// There are three runs:
 //   1. compressed, answering freely: its text, TTFT, TPOT, bytes
 //   2. full cache on llama.cpp's CPU backend, answering freely
 //   3. compressed again, fed the tokens of 2 (teacher forcing): logits against logits
 // 2 and 3 advance token by token in turns, so both speeds come from the same tokens and minutes.
+// Where the prompt is compressed only when it has been read, 3 restores what 1 has read of it.
 #include <cstdio>
 
 #include "cli/kld.h"
@@ -16,6 +17,15 @@
 
 namespace qevict::cli {
 namespace {
+
+/// Above this a prompt is read again rather than kept beside its cache.
+constexpr uint64_t kMaxSavedBytes = uint64_t{1} << 30;
+
+/// A prompt as run 1 has read it; empty if it must be read again.
+struct SavedPrompt {
+  std::vector<uint8_t> state;
+  std::vector<float> logits;  ///< of its last token
+};
 
 /// Runs 2 and 3.
 struct Lockstep {
@@ -103,9 +113,10 @@ class Comparison {
     if (!context.ok()) return context.status();
     const Sampler sampler = MakeSampler(model_, o_.sampling);
     Title(BudgetName(config_));
-    Result<Generation> g =
-        Generate(model_, *context, sampler.get(), task_.prompt, task_.n_predict, options_.n_batch,
-                 "compressed: reading the prompt", [this](llama_token token) { Show(token); });
+    Result<Generation> g = Generate(
+        model_, *context, sampler.get(), task_.prompt, task_.n_predict, options_.n_batch,
+        "compressed: reading the prompt", [this](llama_token token) { Show(token); },
+        [this, &context] { return SavePrompt(*context); });
     EndText();
     if (!g.ok()) return g.status();
     if (g->interrupted) return FailedPrecondition("interrupted");
@@ -116,11 +127,29 @@ class Comparison {
     return {};
   }
 
+  Status SavePrompt(const Context& context) {
+    const Result<qevict_stats> stats = context.Stats();
+    if (!stats.ok()) return stats.status();
+    const bool small = stats->f16_bytes <= kMaxSavedBytes;
+    if (!small || config_.EffectivePrefill() != Prefill::kFull) return {};
+    Result<std::vector<uint8_t>> state = context.Save();
+    if (!state.ok()) return state.status();
+    const std::span<const float> row = Row(model_, context);
+    saved_ = {std::move(*state), {row.begin(), row.end()}};
+    return {};
+  }
+
   Status ReadPrompts(Context& full, Context& forced) {
     const Timer timer;
     QEVICT_RETURN_IF_ERROR(
         ReadPrompt(full, task_.prompt, options_.n_batch, "full cache: reading the prompt"));
     both_.full.prompt_ms = timer.ms();
+    if (!saved_.state.empty()) {
+      QEVICT_RETURN_IF_ERROR(
+          forced.Restore(saved_.state, static_cast<uint32_t>(task_.prompt.size())));
+      saved_.state = {};
+      return forced.SetPhase(QEVICT_PHASE_DECODE);
+    }
     return ReadPrompt(forced, task_.prompt, options_.n_batch,
                       "compressed, second time: reading the prompt");
   }
@@ -134,7 +163,9 @@ class Comparison {
       const llama_token token = llama_sampler_sample(sampler.get(), full.get(), -1);
       const double sample_ms = timer.ms();
       if (g.tokens.empty()) g.ttft_ms = g.prompt_ms + sample_ms;
-      both_.positions.push_back(ComparePosition(Row(full_model, full), Row(model_, forced), token));
+      const bool restored = both_.positions.empty() && !saved_.logits.empty();
+      const std::span<const float> row = restored ? saved_.logits : Row(model_, forced);
+      both_.positions.push_back(ComparePosition(Row(full_model, full), row, token));
       g.ended = llama_vocab_is_eog(full_model.vocab(), token);
       if (g.ended) break;
       g.tokens.push_back(token);
@@ -199,6 +230,7 @@ class Comparison {
     return json;
   }
 
+  SavedPrompt saved_;
   const RunOptions& o_;
   const Config& config_;
   const Model& model_;

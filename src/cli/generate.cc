@@ -94,15 +94,18 @@ double Generation::itl_quantile_ms(double q) const {
 
 Result<Generation> Generate(const Model& model, Context& context, llama_sampler* sampler,
                             std::span<const llama_token> prompt, uint32_t n_predict,
-                            uint32_t n_batch, const std::string& what, const OnToken& on_token) {
+                            uint32_t n_batch, const std::string& what, const OnToken& on_token,
+                            const OnPrompt& on_prompt) {
   Generation g;
   const Timer timer;
   QEVICT_RETURN_IF_ERROR(ReadPrompt(context, prompt, n_batch, what));
   g.prompt_ms = timer.ms();
+  if (on_prompt) QEVICT_RETURN_IF_ERROR(on_prompt());
+  const double pause_ms = timer.ms() - g.prompt_ms;
   double last_ms = 0.0;
   while (!g.interrupted) {
     const llama_token token = llama_sampler_sample(sampler, context.get(), -1);
-    const double now_ms = timer.ms();
+    const double now_ms = timer.ms() - pause_ms;
     if (g.tokens.empty()) {
       g.ttft_ms = now_ms;
     } else {

@@ -48,11 +48,14 @@ struct Generation {
 
 /// Called with each token; may print it.
 using OnToken = std::function<void(llama_token)>;
+/// Called once the prompt has been read; its time counts nowhere.
+using OnPrompt = std::function<Status()>;
 
 /// Prompt, then at most `n_predict` tokens. The token that ends the answer is not part of it.
 /// Errors: those of Decode. An interrupt while answering ends the answer and is no error.
 Result<Generation> Generate(const Model& model, Context& context, llama_sampler* sampler,
                             std::span<const llama_token> prompt, uint32_t n_predict,
-                            uint32_t n_batch, const std::string& what, const OnToken& on_token);
+                            uint32_t n_batch, const std::string& what, const OnToken& on_token,
+                            const OnPrompt& on_prompt = nullptr);
 
 }  // namespace qevict::cli

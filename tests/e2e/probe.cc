@@ -142,7 +142,8 @@ int Greedy(const Options& options) {
 
 // Largest values seen at the end of any step.
 struct Peaks {
-  uint64_t counted = 0, over = 0, workspace = 0, rss_anon = 0, steps_over = 0, steps_in_force = 0;
+  uint64_t counted = 0, over = 0, dormant = 0, workspace = 0, rss_anon = 0, steps_over = 0,
+           steps_in_force = 0;
   double resident_error = 0;
 
   void Note(const qevict_stats& s) {
@@ -158,6 +159,7 @@ struct Peaks {
     if (s.budget_bytes == 0) return;
     ++steps_in_force;
     counted = std::max(counted, now);
+    dormant = std::max(dormant, s.dormant_bytes);
     if (now > s.budget_bytes) {
       ++steps_over;
       over = std::max(over, now - s.budget_bytes);
@@ -193,6 +195,7 @@ int Budget(const Options& options) {
   Print("arena_resident", end.arena_resident_bytes);
   Print("peak_counted", peaks.counted);
   Print("peak_over", peaks.over);
+  Print("peak_dormant", peaks.dormant);
   Print("steps_over", peaks.steps_over);
   Print("steps_in_force", peaks.steps_in_force);
   Print("peak_workspace", peaks.workspace);
