@@ -91,7 +91,7 @@ class Cases:
         model_path = harness.tiny(model) if isinstance(model, str) else model
         if "-c" not in args:
             args = (*args, "-c", 1024)
-        for _ in range(8):  # llama.cpp's logger drops what is queued when the program ends
+        for _ in range(40):  # llama.cpp's logger drops what is queued when the program ends
             done = harness.run("llama-completion", "-m", model_path, "-p", "Once upon a time", "-n", 8, "-no-cnv", "--temp", 0, "-lv", 4,
                                *args, config=config, timeout=60, **more)
             if re.search(pattern, done.log):

@@ -146,7 +146,7 @@ def run(name, *args, config=None, device=None, timeout=170, env=None, stdin=None
     command = [str(program(name)), *(str(a) for a in args)]
     if device:
         command += ["-dev", device]
-    for _ in range(8):
+    for _ in range(20):
         done = execute(command, environment(config, **(env or {})), timeout, stdin)
         if not until or done.rc != 0 or until in done.log or until.encode() in done.out:
             break
