@@ -111,22 +111,23 @@ Status CacheGroup::SetBudgetFraction(double fraction) {
   const CacheDemand demand = Demand();
   if (demand.f16_bytes == 0) return {};
   const auto budget = static_cast<uint64_t>(fraction * static_cast<double>(demand.f16_bytes) + 0.5);
-  if (config_.budget_bytes == 0) {
-    const uint32_t tokens = config_.budget_tokens ? config_.budget_tokens : n_cells_;
-    if (budget < demand.minimum_bytes / 11 * 10) {
+  const bool absolute = config_.budget_bytes > 0;
+  const uint32_t tokens = config_.budget_tokens ? config_.budget_tokens : n_cells_;
+  if (budget < demand.minimum_bytes / 11 * 10) {  // without Demand()'s tenth: KvCache decides
+    if (!absolute) {
       return TooSmall(fraction, tokens, layers_.size(), budget, demand.minimum_bytes);
     }
-    config_.budget_fraction = fraction;
-    return cache_ ? cache_->SetBudget(tokens, fraction) : Status();
-  }
-  if (budget < demand.minimum_bytes / 11 * 10) {
     return InvalidArgument(
         "a budget of " + SizeText(budget) + " for " + std::to_string(layers_.size()) +
         " layers is too small: sinks, recents, one interval and one packed window need at least " +
         SizeText(demand.minimum_bytes));
   }
-  if (!cache_) config_.budget_bytes = budget;
-  return {};
+  if (absolute) {
+    if (!cache_) config_.budget_bytes = budget;
+    return {};
+  }
+  config_.budget_fraction = fraction;
+  return cache_ ? cache_->SetBudget(tokens, fraction) : Status();
 }
 
 int CacheGroup::FindLayer(const ggml_tensor* root) const {
