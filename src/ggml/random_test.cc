@@ -152,32 +152,23 @@ class History {
   Twin twin_;
 };
 
-TEST(RandomTest, FullCacheOfStreams) {
+void RunHistories(bool streams, const std::string& config, bool budget, uint32_t n_ops) {
   for (uint32_t seed = 0; seed < 8; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
-    History(seed, true, "preset=full", false).Run(60);
+    History(seed, streams, config, budget).Run(n_ops);
   }
 }
 
-TEST(RandomTest, FullUnifiedCache) {
-  for (uint32_t seed = 0; seed < 8; ++seed) {
-    SCOPED_TRACE("seed " + std::to_string(seed));
-    History(seed, false, "preset=full", false).Run(60);
-  }
-}
+TEST(RandomTest, FullCacheOfStreams) { RunHistories(true, "preset=full", false, 60); }
+
+TEST(RandomTest, FullUnifiedCache) { RunHistories(false, "preset=full", false, 60); }
 
 TEST(RandomTest, BudgetOfStreams) {
-  for (uint32_t seed = 0; seed < 8; ++seed) {
-    SCOPED_TRACE("seed " + std::to_string(seed));
-    History(seed, true, "preset=qevict,budget=40%,recents=16,check=1", true).Run(120);
-  }
+  RunHistories(true, "preset=qevict,budget=40%,recents=16,check=1", true, 120);
 }
 
 TEST(RandomTest, BudgetOfAUnifiedCache) {
-  for (uint32_t seed = 0; seed < 8; ++seed) {
-    SCOPED_TRACE("seed " + std::to_string(seed));
-    History(seed, false, "preset=qevict,budget=70%,recents=16,check=1", true).Run(120);
-  }
+  RunHistories(false, "preset=qevict,budget=70%,recents=16,check=1", true, 120);
 }
 
 }  // namespace

@@ -207,17 +207,22 @@ TEST(TwoCachesTest, OneStepWritesToBoth) {
   }
 }
 
+/// A prompt of n tokens in chunks of 40 over both caches.
+void ReadPrompt(Twin& twin, int32_t n) {
+  ASSERT_TRUE(twin.ours.ok());
+  twin.swa = 60;
+  for (const size_t il : {0u, 1u, 3u}) twin.masks[il].swa = 60;
+  for (int32_t pos = 0; pos < n; pos += 40) {
+    ASSERT_EQ(twin.ours.Run(twin.Input(TokensOf(0, pos, 40))).status, GGML_STATUS_SUCCESS);
+  }
+}
+
 // A ring of a fraction's size could not hold what always stays: the other cache makes up for it.
 TEST(TwoCachesTest, AFractionLeavesARingItsMinimum) {
   CacheSpec spec = TwoCaches();
   spec.n_cells = 1024;
   Twin twin(spec, "preset=qevict,budget=25%,recents=16,check=1");
-  ASSERT_TRUE(twin.ours.ok());
-  twin.swa = 60;
-  for (const size_t il : {0u, 1u, 3u}) twin.masks[il].swa = 60;
-  for (int32_t pos = 0; pos < 600; pos += 40) {
-    ASSERT_EQ(twin.ours.Run(twin.Input(TokensOf(0, pos, 40))).status, GGML_STATUS_SUCCESS);
-  }
+  ASSERT_NO_FATAL_FAILURE(ReadPrompt(twin, 600));
   for (int32_t pos = 600; pos < 620; ++pos) {
     ASSERT_EQ(twin.ours.Run(twin.Input(TokensOf(0, pos, 1))).status, GGML_STATUS_SUCCESS);
   }
@@ -232,12 +237,7 @@ TEST(TwoCachesTest, AFractionLeavesARingItsMinimum) {
 
 TEST(TwoCachesTest, ShareAnAbsoluteBudget) {
   Twin twin(TwoCaches(), "preset=qevict,budget=400KiB,recents=16,check=1");
-  ASSERT_TRUE(twin.ours.ok());
-  twin.swa = 60;
-  for (const size_t il : {0u, 1u, 3u}) twin.masks[il].swa = 60;
-  for (int32_t pos = 0; pos < 400; pos += 40) {
-    ASSERT_EQ(twin.ours.Run(twin.Input(TokensOf(0, pos, 40))).status, GGML_STATUS_SUCCESS);
-  }
+  ASSERT_NO_FATAL_FAILURE(ReadPrompt(twin, 400));
   for (int32_t pos = 400; pos < 430; ++pos) {
     ASSERT_EQ(twin.ours.Run(twin.Input(TokensOf(0, pos, 1))).status, GGML_STATUS_SUCCESS);
     const qevict_stats s = twin.ours.stats();
