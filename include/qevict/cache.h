@@ -89,10 +89,11 @@ struct CacheDemand {
   uint64_t f16_bytes;      ///< of the tokens that a fraction is taken of
   uint64_t minimum_bytes;  ///< see MinimumBudgetBytes
 };
-/// Shares `fraction` of all caches' f16 bytes: each gets that fraction of its own, but none less
-/// than its minimum, which the others give up in proportion to what they have above theirs. Returns
-/// each cache's own fraction; `fraction` for all if there is not enough.
-std::vector<double> ShareFraction(double fraction, std::span<const CacheDemand> caches);
+/// Shares the budget of `config` (its fraction of all caches' f16 bytes, or its bytes): each cache
+/// gets the same fraction of its own, but none less than its minimum and a tenth, which the others
+/// give up in proportion to what they have above theirs. Returns each cache's own fraction; the
+/// same for all if there is not enough.
+std::vector<double> ShareBudget(const Config& config, std::span<const CacheDemand> caches);
 
 class KvCache {
  public:

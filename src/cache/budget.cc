@@ -63,18 +63,23 @@ uint64_t MinimumBudgetBytes(const Config& config, std::span<const LayerShape> la
   return bytes + rope_table + (n_full + 8) * window_bytes;
 }
 
-std::vector<double> ShareFraction(double fraction, std::span<const CacheDemand> caches) {
+std::vector<double> ShareBudget(const Config& config, std::span<const CacheDemand> caches) {
+  constexpr double kHeadroom = 1.1;  // a cache that is given its minimum still packs and promotes
+  double all = 0.0;
+  for (const CacheDemand& c : caches) all += static_cast<double>(c.f16_bytes);
+  const double fraction = config.budget_bytes > 0 ? static_cast<double>(config.budget_bytes) / all
+                                                  : config.budget_fraction;
   std::vector<double> fractions(caches.size(), fraction);
   double missing = 0.0, spare = 0.0;
   for (const CacheDemand& c : caches) {
-    const double over =
-        fraction * static_cast<double>(c.f16_bytes) - static_cast<double>(c.minimum_bytes);
+    const double over = fraction * static_cast<double>(c.f16_bytes) -
+                        kHeadroom * static_cast<double>(c.minimum_bytes);
     (over < 0.0 ? missing : spare) += std::fabs(over);
   }
   if (missing == 0.0 || missing > spare) return fractions;
   for (size_t i = 0; i < caches.size(); ++i) {
     const auto f16 = static_cast<double>(caches[i].f16_bytes);
-    const auto minimum = static_cast<double>(caches[i].minimum_bytes);
+    const double minimum = kHeadroom * static_cast<double>(caches[i].minimum_bytes);
     const double over = fraction * f16 - minimum;
     fractions[i] = (over < 0.0 ? minimum : minimum + over * (1.0 - missing / spare)) / f16;
   }

@@ -25,25 +25,32 @@ TEST(BudgetTest, CreateRefusesABudgetBelowTheMinimumAndNamesBoth) {
   EXPECT_NE(e.status.message().find(minimum), std::string::npos);
 }
 
-TEST(ShareFractionTest, ASmallCacheGetsItsMinimumFromTheOthers) {
+std::vector<double> Shares(double fraction, const std::vector<CacheDemand>& caches) {
+  Config config;
+  config.budget_fraction = fraction;
+  return ShareBudget(config, caches);
+}
+
+TEST(ShareBudgetTest, ASmallCacheGetsItsMinimumAndATenthFromTheOthers) {
   // Enough for all: everyone gets the fraction asked for.
-  EXPECT_EQ(ShareFraction(0.2, std::vector<CacheDemand>{{1000, 100}, {500, 90}}),
-            (std::vector<double>{0.2, 0.2}));
-  // The ring needs 90 of 500 and would get 50: the other one gives 40 of the 60 it can spare.
-  const std::vector<CacheDemand> ring{{1000, 40}, {500, 90}};
-  const std::vector<double> parts = ShareFraction(0.1, ring);
-  EXPECT_NEAR(parts[0], 0.06, 1e-12);
-  EXPECT_NEAR(parts[1], 0.18, 1e-12);
-  EXPECT_NEAR(parts[0] * 1000 + parts[1] * 500, 0.1 * 1500, 1e-9);
-  // Those that can spare give in proportion.
-  const std::vector<double> three =
-      ShareFraction(0.1, std::vector<CacheDemand>{{1000, 80}, {1000, 40}, {100, 30}});
-  EXPECT_NEAR(three[0] * 1000, 95, 1e-9);
-  EXPECT_NEAR(three[1] * 1000, 85, 1e-9);
-  EXPECT_NEAR(three[2] * 100, 30, 1e-9);
+  EXPECT_EQ(Shares(0.2, {{1000, 100}, {500, 90}}), (std::vector<double>{0.2, 0.2}));
+  // The ring needs 88 of 500 and would get 50: the other one gives 38 of the 78 it can spare.
+  const std::vector<CacheDemand> ring{{1000, 20}, {500, 80}};
+  const std::vector<double> parts = Shares(0.1, ring);
+  EXPECT_NEAR(parts[0], 0.062, 1e-12);
+  EXPECT_NEAR(parts[1], 0.176, 1e-12);
+  // Bytes are shared as the fraction that they are of all caches.
+  Config bytes;
+  bytes.budget_bytes = 150;
+  EXPECT_EQ(ShareBudget(bytes, ring), parts);
+  // Those that can spare give in proportion: 12 and 56 above their minimum, 23 are missing.
+  const std::vector<double> three = Shares(0.1, {{1000, 80}, {1000, 40}, {100, 30}});
+  EXPECT_NEAR(three[0] * 1000, 88 + 12.0 * 45 / 68, 1e-9);
+  EXPECT_NEAR(three[1] * 1000, 44 + 56.0 * 45 / 68, 1e-9);
+  EXPECT_NEAR(three[2] * 100, 33, 1e-9);
   // Not enough: nobody's share is changed, and whoever lacks says so.
-  EXPECT_EQ(ShareFraction(0.05, ring), (std::vector<double>{0.05, 0.05}));
-  EXPECT_EQ(ShareFraction(0.05, std::vector<CacheDemand>{{1000, 90}}), std::vector<double>{0.05});
+  EXPECT_EQ(Shares(0.05, ring), (std::vector<double>{0.05, 0.05}));
+  EXPECT_EQ(Shares(0.05, {{1000, 90}}), std::vector<double>{0.05});
 }
 
 TEST(BudgetTest, FullPrefillKeepsTheLimitFromTheFirstEventOn) {

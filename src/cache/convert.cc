@@ -5,7 +5,7 @@
 namespace qevict {
 namespace {
 
-bool HasF16c() {
+bool UsesF16c() {
 #ifdef QEVICT_HAVE_AVX2
   const kernels::Isa isa = kernels::ActiveIsa();
   return isa == kernels::Isa::kAvx2 || isa == kernels::Isa::kAvx512;
@@ -36,7 +36,7 @@ void ConvertTo16(const float* from, size_t n, Elem elem, uint16_t* to) {
     return;
   }
 #ifdef QEVICT_HAVE_AVX2
-  if (HasF16c()) return internal::F32ToF16Avx2(from, n, to);
+  if (UsesF16c()) return internal::F32ToF16Avx2(from, n, to);
 #endif
   for (size_t i = 0; i < n; ++i) to[i] = ToF16Bits(std::bit_cast<uint32_t>(from[i]));
 }
@@ -47,7 +47,7 @@ void ConvertTo32(const uint16_t* from, size_t n, Elem elem, float* to) {
     return;
   }
 #ifdef QEVICT_HAVE_AVX2
-  if (HasF16c()) return internal::F16ToF32Avx2(from, n, to);
+  if (UsesF16c()) return internal::F16ToF32Avx2(from, n, to);
 #endif
   for (size_t i = 0; i < n; ++i) to[i] = F16ToF32(from[i]);
 }

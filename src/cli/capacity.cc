@@ -265,17 +265,12 @@ uint64_t CapacityPlan::all_table_bytes() const {
 std::vector<double> Fractions(const Config& config, std::span<const CacheLayout> caches,
                               uint32_t rope_dims) {
   std::vector<CacheDemand> demands;
-  uint64_t all = 0;
   for (const CacheLayout& cache : caches) {
-    const uint64_t minimum = CachePlanner(config, cache, rope_dims).stream_minimum_bytes();
     const uint64_t n_streams = config.budget_bytes ? 1 : cache.n_streams;
-    demands.push_back({F16Capacity(cache) / n_streams, minimum + minimum / 10});
-    all += demands.back().f16_bytes;
+    demands.push_back({F16Capacity(cache) / n_streams,
+                       CachePlanner(config, cache, rope_dims).stream_minimum_bytes()});
   }
-  const double fraction = config.budget_bytes
-                              ? static_cast<double>(config.budget_bytes) / static_cast<double>(all)
-                              : config.budget_fraction;
-  return ShareFraction(fraction, demands);
+  return ShareBudget(config, demands);
 }
 
 Result<CapacityPlan> PlanCapacity(const Config& config, const ModelShape& model,

@@ -51,7 +51,7 @@ ggml_status InitTensor(ggml_backend_buffer_t buffer, ggml_tensor* tensor) {
   if (context->size == 0) return GGML_STATUS_SUCCESS;  // size probes of the host program
   const Result<Config>& config = context->session->config;
   if (!config.ok()) {
-    LogError("bad configuration: " + config.status().message());
+    LogRefusal("bad configuration: " + config.status().message());
     return GGML_STATUS_FAILED;
   }
   if (!context->group) {
@@ -62,7 +62,7 @@ ggml_status InitTensor(ggml_backend_buffer_t buffer, ggml_tensor* tensor) {
   context->added += GGML_PAD(ggml_nbytes(tensor), kAlignment);
   if (status.ok() && context->added >= context->size) status = context->session->ShareBudget();
   if (status.ok()) return GGML_STATUS_SUCCESS;
-  LogError(status.message());
+  LogRefusal(status.message());
   return GGML_STATUS_FAILED;
 }
 
@@ -140,7 +140,7 @@ ggml_backend_buffer_t AllocBuffer(ggml_backend_buffer_type_t buft, size_t size) 
   std::shared_ptr<Session> session = Sessions::Get().Find(0);
   if (!session) session = Sessions::Get().Create();
   if (size && !session->refusal.empty()) {
-    LogError(session->refusal);
+    LogRefusal(session->refusal);
     return nullptr;
   }
   auto* context = new (std::nothrow) BufferContext;
@@ -152,7 +152,7 @@ ggml_backend_buffer_t AllocBuffer(ggml_backend_buffer_type_t buft, size_t size) 
     void* base = mmap(nullptr, size, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (base == MAP_FAILED) {
-      LogError("the system refuses an address range of " + std::to_string(size) + " bytes");
+      LogRefusal("the system refuses an address range of " + std::to_string(size) + " bytes");
       delete context;
       return nullptr;
     }

@@ -101,10 +101,10 @@ CacheDemand CacheGroup::Demand() const {
   if (config_.preset == Preset::kFull || layers_.empty() || !layers_.back().v) return {0, 0};
   Config config = config_;
   if (config.budget_tokens == 0) config.budget_tokens = n_cells_;
-  const uint64_t minimum = MinimumBudgetBytes(config, GuessedShapes());
   const uint64_t tokens =
       config_.budget_bytes ? uint64_t{n_cells_} * n_streams_ : config.budget_tokens;
-  return {f16_bytes() / (uint64_t{n_cells_} * n_streams_) * tokens, minimum + minimum / 10};
+  return {f16_bytes() / (uint64_t{n_cells_} * n_streams_) * tokens,
+          MinimumBudgetBytes(config, GuessedShapes())};
 }
 
 Status CacheGroup::SetBudgetFraction(double fraction) {
@@ -113,7 +113,7 @@ Status CacheGroup::SetBudgetFraction(double fraction) {
   const auto budget = static_cast<uint64_t>(fraction * static_cast<double>(demand.f16_bytes) + 0.5);
   const bool absolute = config_.budget_bytes > 0;
   const uint32_t tokens = config_.budget_tokens ? config_.budget_tokens : n_cells_;
-  if (budget < demand.minimum_bytes / 11 * 10) {  // without Demand()'s tenth: KvCache decides
+  if (budget < demand.minimum_bytes) {
     if (!absolute) {
       return TooSmall(fraction, tokens, layers_.size(), budget, demand.minimum_bytes);
     }

@@ -59,8 +59,7 @@ class CacheGroup {
   /// in the Status.
   Status AddTensor(ggml_tensor* tensor);
   /// What this cache asks of the session's budget: bytes of the tokens that it is taken of, and
-  /// what always stays. Heads are not known before the first graph: rows count as small ones, with
-  /// a tenth more.
+  /// what always stays. Heads are not known before the first graph: rows count as small ones.
   CacheDemand Demand() const;
   /// This cache's part of the session's budget, as a fraction of Demand().f16_bytes. Errors:
   /// kInvalidArgument if what always stays does not fit.

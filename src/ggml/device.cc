@@ -234,9 +234,9 @@ ggml_backend_dev_t Device() {
 
 ggml_backend_reg_t Registration() {
   if (std::strcmp(ggml_version(), kBuiltGgmlVersion) != 0) {
-    LogError(std::string("this process runs ggml ") + ggml_version() +
-             ", but the plug-in was built for ggml " + kBuiltGgmlVersion +
-             "; rebuild it against the same llama.cpp");
+    LogRefusal(std::string("this process runs ggml ") + ggml_version() +
+               ", but the plug-in was built for ggml " + kBuiltGgmlVersion +
+               "; rebuild it against the same llama.cpp");
     return nullptr;
   }
   return RegInstance();

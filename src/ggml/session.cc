@@ -17,10 +17,7 @@ Status Session::ShareBudget() {
     f16_bytes += demands.back().f16_bytes;
   }
   if (!config.ok() || f16_bytes == 0) return {};
-  const double fraction = config->budget_bytes ? static_cast<double>(config->budget_bytes) /
-                                                     static_cast<double>(f16_bytes)
-                                               : config->budget_fraction;
-  const std::vector<double> parts = ShareFraction(fraction, demands);
+  const std::vector<double> parts = qevict::ShareBudget(*config, demands);
   for (size_t i = 0; i < groups.size(); ++i) {
     QEVICT_RETURN_IF_ERROR(groups[i]->SetBudgetFraction(parts[i]));
   }

@@ -70,6 +70,15 @@ RUNS = [
 ]
 
 
+def said(pattern, *command, **options):
+    """Runs a program until its log has the pattern: llama.cpp's logger drops what is queued when the program ends."""
+    for _ in range(40):
+        done = harness.run(*command, **options)
+        if re.search(pattern, done.log):
+            break
+    return done
+
+
 class Cases:
     def __init__(self, report):
         self.report, self.n = report, 0
@@ -78,12 +87,12 @@ class Cases:
     def verdict(self, name, done, code, pattern, output=b""):
         """Checks the end of a run; output: text that must not appear."""
         self.n += 1
-        said = re.search(r"[^\n]*(" + pattern + r")[^\n]*", done.log)
-        sentence = re.sub(r"^[\d.]+ [IWE] ", "", said.group(0)).strip() if said else "-"
+        line = re.search(r"[^\n]*(" + pattern + r")[^\n]*", done.log)
+        sentence = re.sub(r"^[\d.]+ [IWE] ", "", line.group(0)).strip() if line else "-"
         self.report.row(name, done.rc, sentence[:110])
         codes = code if isinstance(code, tuple) else (code,)
         self.report.check(done.rc in codes, f"{name}: ends with {done.rc} instead of {code}: {done.log[-600:]}")
-        self.report.check(said, f"{name}: nothing says /{pattern}/: {done.log[-600:]}")
+        self.report.check(line, f"{name}: nothing says /{pattern}/: {done.log[-600:]}")
         if done.rc != 0:
             self.report.check(not output.strip(), f"{name}: wrote {output[:80]!r}")
 
@@ -91,11 +100,8 @@ class Cases:
         model_path = harness.tiny(model) if isinstance(model, str) else model
         if "-c" not in args:
             args = (*args, "-c", 1024)
-        for _ in range(40):  # llama.cpp's logger drops what is queued when the program ends
-            done = harness.run("llama-completion", "-m", model_path, "-p", "Once upon a time", "-n", 8, "-no-cnv", "--temp", 0, "-lv", 4,
-                               *args, config=config, timeout=60, **more)
-            if re.search(pattern, done.log):
-                break
+        done = said(pattern, "llama-completion", "-m", model_path, "-p", "Once upon a time", "-n", 8, "-no-cnv", "--temp", 0, "-lv", 4,
+                    *args, config=config, timeout=60, **more)
         self.verdict(name, done, code, pattern, done.out.replace(b"Once upon a time", b""))
         return done
 
@@ -130,11 +136,12 @@ def refused(work):
 def elsewhere(cases):
     """Other programs, and a machine without memory."""
     model = harness.tiny("llama-hd64")
-    done = harness.run("llama-bench", "-m", model, "-p", 8, "-n", 0, "-v", config="bits=5", timeout=60)
-    cases.verdict("llama-bench", done, 1, r"bits=5 is not legal")
-    done = harness.run("llama-perplexity", "-m", model, "-f", harness.TEXT, "-c", 512, "--chunks", 1, config="bits=5", timeout=60)
-    cases.verdict("llama-perplexity", done, 1, r"bits=5 is not legal", done.out)
-    done = harness.run("llama-server", "-m", model, "--port", 1, config="budget=1KiB", timeout=60)
+    bits = r"bits=5 is not legal"
+    done = said(bits, "llama-bench", "-m", model, "-p", 8, "-n", 0, "-v", config="bits=5", timeout=60)
+    cases.verdict("llama-bench", done, 1, bits)
+    done = said(bits, "llama-perplexity", "-m", model, "-f", harness.TEXT, "-c", 512, "--chunks", 1, config="bits=5", timeout=60)
+    cases.verdict("llama-perplexity", done, 1, bits, done.out)
+    done = said(MINIMUM, "llama-server", "-m", model, "--port", 1, config="budget=1KiB", timeout=60)
     cases.verdict("llama-server", done, 1, MINIMUM, done.out)
     limit = 1 << 30
     command = [str(harness.program("llama-completion")), "-m", str(model), "-p", "Once", "-n", "8", "-no-cnv", "-c", "2000000", "-dev", "QEVICT"]
