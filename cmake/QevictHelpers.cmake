@@ -2,8 +2,9 @@
 #
 #   qevict_module(NAME base SOURCES a.cc b.cc DEPENDS kernels LIBRARIES Threads::Threads)
 #     One module: the target qevict_<NAME>. A source named *_avx2.cc, *_avx512.cc, *_avx512vnni.cc
-#     or *_neon.cc gets the flags of that instruction set, and is left out on other processors; the
-#     module then sees QEVICT_HAVE_AVX2 (AVX512, AVX512VNNI, NEON) as 1. No other file gets such flags.
+#     *_neon.cc or *_neondot.cc gets the flags of that instruction set, and is left out on other
+#     processors; the module then sees QEVICT_HAVE_AVX2 (AVX512, AVX512VNNI, NEON, NEONDOT) as 1. No
+#     other file gets such flags.
 #   qevict_test(NAME base SOURCES a_test.cc b_test.cc DEPENDS base LABELS unit)
 #     One GoogleTest program <NAME>_test that ctest runs. LABELS defaults to `unit`.
 #     LABELS: `unit` (needs nothing), `parallel` (also run under the thread sanitizer), `slow`, `plugin`
@@ -20,12 +21,13 @@ include_guard(GLOBAL)
 
 set(QEVICT_FLAGS_AVX2 -mavx2 -mfma -mf16c)
 set(QEVICT_FLAGS_AVX512 -mavx512f -mavx512bw -mavx512dq -mavx512vl ${QEVICT_FLAGS_AVX2})
-set(QEVICT_FLAGS_AVX512VNNI -mavx512vnni -mavx512bf16 ${QEVICT_FLAGS_AVX512})
+set(QEVICT_FLAGS_AVX512VNNI -mavx512vnni ${QEVICT_FLAGS_AVX512})
 set(QEVICT_FLAGS_NEON "")
+set(QEVICT_FLAGS_NEONDOT -march=armv8.2-a+dotprod)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$")
   set(QEVICT_ISAS AVX2 AVX512 AVX512VNNI)
 elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
-  set(QEVICT_ISAS NEON)
+  set(QEVICT_ISAS NEON NEONDOT)
 else()
   set(QEVICT_ISAS "")
 endif()
@@ -69,7 +71,7 @@ function(qevict_select_isa_sources out_sources out_definitions)
   set(definitions "")
   foreach(source IN LISTS ARGN)
     set(isa "")
-    if(source MATCHES "_(avx2|avx512|avx512vnni|neon)\\.cc$")
+    if(source MATCHES "_(avx2|avx512|avx512vnni|neon|neondot)\\.cc$")
       string(TOUPPER "${CMAKE_MATCH_1}" isa)
     endif()
     if(NOT isa)

@@ -36,6 +36,9 @@ namespace qevict {
 class ParallelFor;
 struct RopeParams;
 enum class Elem : uint8_t;
+namespace codecs {
+class Codec;
+}
 namespace kernels {
 struct WindowRef;
 class RopeTable;
@@ -153,13 +156,22 @@ class KvCache {
   /// Appends to both. Pointers are valid until the next non-const call.
   void View(uint32_t il, SeqId seq, std::vector<kernels::WindowRef>& refs,
             std::vector<WindowId>& ids) const;
-  /// Bytes of one kv head's block per kernels::WindowFormat.
-  void HeadBytes(uint32_t il, size_t head_bytes[3]) const;
+  /// Bytes of one kv head's block per kernels::WindowFormat; 0 for formats the layer does not have.
+  void HeadBytes(uint32_t il, size_t head_bytes[4]) const;
+  /// Format of the layer's packed windows. Valid until the layer packs a window again after it had
+  /// none.
+  const codecs::Codec& codec(uint32_t il) const;
   /// Adds attention masses to the scores of layer il: mass[h][i] (stride in floats) for ids[i],
   /// already summed over rows and query heads of kv head h; divided here by n_heads. n_queries:
   /// rows they come from.
   void AddMass(uint32_t il, std::span<const WindowId> ids, const float* mass, size_t head_stride,
                uint32_t n_heads, uint32_t n_queries);
+
+  /// Energy of queries for codecs that learn from it: sums of squares [n_kv_heads][head_dim] over
+  /// query rows and the query heads of each kv head. Ignored once the layer's codec is made.
+  void AddQueryEnergy(uint32_t il, const float* squares);
+  /// True while AddQueryEnergy is of use.
+  bool WantsQueryEnergy(uint32_t il) const;
 
   /// Score of a window in one layer; 0 if the layer has evicted it.
   float score(uint32_t il, WindowId window) const;

@@ -15,6 +15,12 @@
 namespace qevict {
 
 enum class Preset : uint8_t { kFull, kStreaming, kQEvict };
+/// Format of packed windows; see src/codecs.
+enum class CodecId : uint8_t {
+  kKiviAxis,   ///< QEvict's: keys per channel over the window before RoPE, values per token
+  kToken,      ///< keys (after RoPE) and values per token
+  kWaterFill,  ///< static transform code: unequal bits, static mean, a scale per token
+};
 /// What a promotion does with a packed window that ranks as full precision.
 enum class Promotion : uint8_t {
   kCodes,   ///< paper: dequantize the codes into full-precision rows; the codes stay as dormant
@@ -52,7 +58,9 @@ struct Config {
   uint32_t window = 8;        ///< Omega, tokens: 1, 2, 4, 8, 16 or 32
   uint32_t interval = 0;      ///< R, generated tokens between routing events; 0 = window
   uint32_t q_permille = 700;  ///< share of the history bytes that goes to the packed tier, 0...1000
-  uint32_t bits = 2;          ///< bits of the packed codes: 2 or 4
+  CodecId codec = CodecId::kKiviAxis;
+  uint32_t bits = 2;          ///< of packed codes. kivi: 2 or 4; token: 1, 2, 3, 4 or 8; wf: 1 to 4
+  uint32_t quarter_bits = 0;  ///< wf: quarters of a bit more, 0...3 (average of K and V)
   Promotion promotion = Promotion::kCodes;
   Prefill prefill = Prefill::kAuto;
   LocalMode local_mode = LocalMode::kAligned;
@@ -80,7 +88,7 @@ struct Config {
 };
 
 /// Parses the text form on top of the defaults (or of `base`).
-/// Keys: preset budget budget_tokens sinks recents window interval q bits promotion prefill
+/// Keys: preset budget budget_tokens sinks recents window interval q codec bits promotion prefill
 /// local_mode charge_dormant fill_slack per_head scores init_rows first_event score ema_lambda
 /// p_norm key_norm_sign check. `budget`: `20%`, `0.2`, or bytes with unit (`512MiB`, `2GiB`,
 /// `1000000B`, `64KiB`). `recents`: tokens or `25%`. `q`: 0...1. Errors: kInvalidArgument naming

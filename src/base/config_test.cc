@@ -36,7 +36,7 @@ TEST(ConfigTest, DefaultsAreThePapers) {
 TEST(ConfigTest, EveryKeyIsRead) {
   const Config c = Parse(
       "preset=streaming,budget=35%,budget_tokens=4608,sinks=4,recents=64,window=16,interval=4,q=0."
-      "125,bits=4,"
+      "125,codec=wf,bits=2.75,"
       "promotion=pinned,prefill=bounded,local_mode=windows,charge_dormant=false,fill_slack=on,per_"
       "head=1,"
       "scores=events,init_rows=32,first_event=8,score=p_norm,ema_lambda=0.5,p_norm=4,key_norm_sign="
@@ -52,7 +52,9 @@ TEST(ConfigTest, EveryKeyIsRead) {
   EXPECT_EQ(c.interval, 4u);
   EXPECT_EQ(c.EffectiveInterval(), 4u);
   EXPECT_EQ(c.q_permille, 125u);
-  EXPECT_EQ(c.bits, 4u);
+  EXPECT_EQ(c.codec, CodecId::kWaterFill);
+  EXPECT_EQ(c.bits, 2u);
+  EXPECT_EQ(c.quarter_bits, 3u);
   EXPECT_EQ(c.promotion, Promotion::kPinned);
   EXPECT_EQ(c.prefill, Prefill::kBounded);
   EXPECT_EQ(c.local_mode, LocalMode::kWindows);
@@ -172,8 +174,14 @@ TEST(ConfigTest, BadInputIsNamed) {
       {"q=-0.1", {"q=", "-0.1", "0 to 1"}},
       {"q=0.7005", {"q=", "0.7005", "three decimals"}},
       {"q=70%", {"q=", "70%", "0 to 1"}},
-      {"bits=3", {"bits", "3", "2 or 4"}},
-      {"bits=int2", {"bits", "int2", "2 or 4"}},
+      {"bits=3", {"bits=3", "codec=kivi", "2 or 4"}},
+      {"bits=2.5", {"bits=2.5", "codec=kivi", "2 or 4"}},
+      {"bits=1.3", {"bits", "1.3", "steps of 0.25"}},
+      {"codec=token,bits=2.25", {"bits=2.25", "codec=token", "1, 2, 3, 4 or 8"}},
+      {"codec=wf,bits=4.25", {"bits=4.25", "codec=wf", "1 to 4"}},
+      {"codec=wf,window=4", {"window=4", "codec=wf", "8, 16 or 32"}},
+      {"codec=zip", {"codec", "zip", "kivi, token or wf"}},
+      {"bits=int2", {"bits", "int2", "1, 2, 3, 4 or 8"}},
       {"promotion=exact", {"promotion", "exact", "codes, pinned or none"}},
       {"prefill=never", {"prefill", "never", "auto, full or bounded"}},
       {"local_mode=Aligned", {"local_mode", "Aligned", "aligned or windows"}},

@@ -49,10 +49,9 @@ uint64_t MinimumBudgetBytes(const Config& config, std::span<const LayerShape> la
         std::max(rope_table, uint64_t{64 + 32} * 2 * RoundUp(l.head_dim / 2, 16) * sizeof(float));
     const uint64_t full =
         l.n_kv_heads * kernels::FullHeadBytes(config.window, l.head_dim, l.head_dim_v);
-    const uint64_t packed = l.n_kv_heads * kernels::PackedHeadBytes(config.bits, config.window,
-                                                                    l.head_dim, l.head_dim_v);
+    const uint64_t packed = l.n_kv_heads * codecs::CodecBytes(config, RowsOf(l)).total();
     bytes += n_full * (full + kRecordBytes) + packed + kRecordBytes;
-    bytes += kUnitSlack + sizeof(LayerSeq);
+    bytes += kUnitSlack + sizeof(LayerSeq) + codecs::LearnedBytes(config, RowsOf(l));
     const auto same_shape = [&l](const LayerShape& other) { return SameShape(l, other); };
     if (std::find_if(layers.begin(), layers.end(), same_shape) ==
         layers.begin() + (&l - layers.data())) {
@@ -123,6 +122,7 @@ uint64_t KvCache::Impl::FixedTableBytes() const {
     bytes += sizeof(Sequence) + CapacityBytes(s->windows) + CapacityBytes(s->layers);
   }
   for (const auto& table : rope_tables) bytes += table->bytes();
+  for (const ShapePools& p : pools) bytes += p.n_layers * p.learned_bytes;
   return bytes;
 }
 

@@ -118,6 +118,7 @@ Status KvCache::SetRope(uint32_t il, const RopeParams& rope) {
   if (layer.rope_table == kNone) {
     layer.rope_table = static_cast<uint32_t>(c.rope_tables.size());
     c.rope_tables.push_back(std::make_unique<kernels::RopeTable>(rope));
+    if (codecs::Learns(c.config)) c.rope_tables.back()->AddBasis();
     c.rope_tables.back()->Grow(c.max_pos);
   }
   c.UpdateLimit();
@@ -234,8 +235,7 @@ void KvCache::View(uint32_t il, SeqId seq, std::vector<kernels::WindowRef>& refs
   const Impl& c = *impl_;
   const Sequence* s = c.Seq(seq);
   if (!s || il >= c.layers.size()) return;
-  const auto packed =
-      c.config.bits == 2 ? kernels::WindowFormat::kPacked2 : kernels::WindowFormat::kPacked4;
+  const kernels::WindowFormat packed = codec(il).format();
   for (const UnitRecord& u : s->layers[il].units) {
     const WindowRecord& w = c.windows[u.window];
     kernels::WindowRef ref{};
@@ -248,8 +248,21 @@ void KvCache::View(uint32_t il, SeqId seq, std::vector<kernels::WindowRef>& refs
   }
 }
 
-void KvCache::HeadBytes(uint32_t il, size_t head_bytes[3]) const {
-  std::copy_n(impl_->layers[il].head_bytes, 3, head_bytes);
+void KvCache::HeadBytes(uint32_t il, size_t head_bytes[kernels::kWindowFormats]) const {
+  const ShapePools& p = impl_->PoolsOf(il);
+  std::fill_n(head_bytes, kernels::kWindowFormats, size_t{0});
+  head_bytes[static_cast<int>(kernels::WindowFormat::kFull)] = p.full_head_bytes;
+  head_bytes[static_cast<int>(codec(il).format())] = p.packed_head_bytes;
+}
+
+const codecs::Codec& KvCache::codec(uint32_t il) const { return *impl_->layers[il].codec; }
+
+void KvCache::AddQueryEnergy(uint32_t il, const float* squares) {
+  if (WantsQueryEnergy(il)) impl_->AddQueryEnergy(il, squares);
+}
+
+bool KvCache::WantsQueryEnergy(uint32_t il) const {
+  return il < impl_->layers.size() && codecs::Learns(impl_->config) && !impl_->layers[il].learned;
 }
 
 float KvCache::score(uint32_t il, WindowId window) const {

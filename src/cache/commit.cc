@@ -46,33 +46,48 @@ uint32_t Checksum(const uint8_t* data, size_t n) {
   return hash;
 }
 
-/// Rows of one unit as f32, keys before RoPE, packed into `block` (all kv heads). Windows without
-/// positions are un-rotated at position pos0 = 0, which takes the magnitude out that kernels put
-/// back.
+WindowPhases::WindowPhases(const RopeParams& rope, const WindowRecord& w) : rope_(rope) {
+  if (rope.pairing == RopePairing::kNone) return;
+  phases_.resize(size_t{w.n_tokens} * rope.n_dims);
+  for (uint32_t t = 0; t < w.n_tokens; ++t) {
+    RopeCosSin(rope, w.PosOf(t), phases_.data() + size_t{t} * rope.n_dims);
+  }
+}
+void WindowPhases::Rotate(uint32_t t, float* key) const {
+  if (!phases_.empty()) RopeRotate(rope_, phases_.data() + size_t{t} * rope_.n_dims, key);
+}
+void WindowPhases::Unrotate(uint32_t t, float* key) const {
+  if (!phases_.empty()) RopeUnrotate(rope_, phases_.data() + size_t{t} * rope_.n_dims, key);
+}
+
+/// Rows of one unit as f32, keys as the codec wants them, packed into `block` (all kv heads).
+/// Windows without positions are un-rotated at position pos0 = 0, which takes the magnitude out
+/// that kernels put back.
 void KvCache::Impl::EncodeUnit(uint32_t il, const UnitRecord& u, uint8_t* block, float* k,
                                float* v) const {
   const ShapePools& p = PoolsOf(il);
-  const RopeParams& rope = layers[il].rope;
+  const codecs::Codec& codec = *layers[il].codec;
   const WindowRecord& w = windows[u.window];
   const uint32_t d = p.shape.head_dim, dv = p.shape.head_dim_v, n = w.n_tokens;
-  const bool rotated = rope.pairing != RopePairing::kNone;
-  std::vector<float> phases(rotated ? size_t{n} * rope.n_dims : 0);
-  for (uint32_t t = 0; t < n && rotated; ++t) {
-    RopeCosSin(rope, PosOf(w, t), phases.data() + size_t{t} * rope.n_dims);
-  }
+  const WindowPhases phases(layers[il].rope, w);
   uint16_t row[kMaxHeadDim];
+  float mean[kMaxHeadDim];
   for (uint32_t h = 0; h < p.shape.n_kv_heads; ++h) {
     const uint8_t* full = FullSlot(il, u) + h * p.full_head_bytes;
     const uint16_t* values =
         reinterpret_cast<const uint16_t*>(full + size_t{config.window} * d * 2);
     for (uint32_t t = 0; t < n; ++t) {
+      float* key = k + size_t{t} * d;
       LoadKeyRow(full, config.window, d, t, row);
-      ConvertTo32(row, d, p.shape.elem_k, k + size_t{t} * d);
-      if (rotated) RopeUnrotate(rope, phases.data() + size_t{t} * rope.n_dims, k + size_t{t} * d);
+      ConvertTo32(row, d, p.shape.elem_k, key);
+      if (codec.before_rope()) phases.Unrotate(t, key);
+      if (codec.key_mean(h) == nullptr) continue;
+      std::copy_n(codec.key_mean(h), d, mean);
+      if (!codec.before_rope()) phases.Rotate(t, mean);
+      for (uint32_t c = 0; c < d; ++c) key[c] -= mean[c];
     }
     ConvertTo32(values, size_t{n} * dv, p.shape.elem_v, v);
-    codecs::EncodeKiviAxis(config.bits, config.window, d, dv, n, k, v,
-                           block + h * p.packed_head_bytes);
+    codec.Encode(h, n, k, v, block + h * p.packed_head_bytes);
   }
 }
 
@@ -80,23 +95,24 @@ void KvCache::Impl::EncodeUnit(uint32_t il, const UnitRecord& u, uint8_t* block,
 void KvCache::Impl::DecodeUnit(uint32_t il, const UnitRecord& u, uint8_t* full, float* k,
                                float* v) const {
   const ShapePools& p = PoolsOf(il);
-  const RopeParams& rope = layers[il].rope;
+  const codecs::Codec& codec = *layers[il].codec;
   const WindowRecord& w = windows[u.window];
   const uint32_t d = p.shape.head_dim, dv = p.shape.head_dim_v, n = w.n_tokens;
-  const bool rotated = rope.pairing != RopePairing::kNone;
-  std::vector<float> phases(rotated ? size_t{n} * rope.n_dims : 0);
-  for (uint32_t t = 0; t < n && rotated; ++t) {
-    RopeCosSin(rope, PosOf(w, t), phases.data() + size_t{t} * rope.n_dims);
-  }
+  const WindowPhases phases(layers[il].rope, w);
   uint16_t row[kMaxHeadDim];
+  float mean[kMaxHeadDim];
   for (uint32_t h = 0; h < p.shape.n_kv_heads; ++h) {
     uint8_t* out = full + h * p.full_head_bytes;
     uint16_t* values = reinterpret_cast<uint16_t*>(out + size_t{config.window} * d * 2);
-    codecs::DecodeKiviAxis(config.bits, config.window, d, dv, n,
-                           PackedSlot(il, u) + h * p.packed_head_bytes, k, v);
+    codec.Decode(h, n, PackedSlot(il, u) + h * p.packed_head_bytes, k, v);
     for (uint32_t t = 0; t < n; ++t) {
       float* key = k + size_t{t} * d;
-      if (rotated) RopeRotate(rope, phases.data() + size_t{t} * rope.n_dims, key);
+      if (codec.key_mean(h) != nullptr) {
+        std::copy_n(codec.key_mean(h), d, mean);
+        if (!codec.before_rope()) phases.Rotate(t, mean);
+        for (uint32_t c = 0; c < d; ++c) key[c] += mean[c];
+      }
+      if (codec.before_rope()) phases.Rotate(t, key);
       ConvertTo16(key, d, p.shape.elem_k, row);
       StoreKeyRow(out, config.window, d, t, row);
     }
@@ -136,6 +152,7 @@ Status KvCache::Impl::Commit(uint32_t il, std::vector<UnitMove>& moves, Parallel
   }
   QEVICT_RETURN_IF_ERROR(ReserveForCommit(il, n_full, n_packed));
 
+  if (!sorted.encode.empty()) LearnCodec(il);
   for (auto& [u, on] : sorted.pin) {
     u->set_pinned(on);
     counters.promotions += on ? 1 : 0;
@@ -174,6 +191,13 @@ void KvCache::Impl::FreeSlots(uint32_t il, bool packed, const std::vector<UnitRe
   }
 }
 
+/// The codes of a unit have been written.
+void KvCache::Impl::NoteCodes(uint32_t il, const UnitRecord& u) {
+  if (!config.check) return;
+  ShapePools& p = PoolsOf(il);
+  p.packed.checksums[u.packed_slot()] = Checksum(PackedSlot(il, u), p.packed_bytes());
+}
+
 void KvCache::Impl::EncodeAll(uint32_t il, const std::vector<UnitRecord*>& units,
                               ParallelFor& pool) {
   if (units.empty()) return;
@@ -192,9 +216,7 @@ void KvCache::Impl::EncodeAll(uint32_t il, const std::vector<UnitRecord*>& units
     float* k = scratch.data() + thread * (k_floats + v_floats);
     uint8_t* block = PackedSlot(il, *units[i]);
     EncodeUnit(il, *units[i], block, k, k + k_floats);
-    if (config.check) {
-      p.packed.checksums[units[i]->packed_slot()] = Checksum(block, p.packed_bytes());
-    }
+    NoteCodes(il, *units[i]);
   });
 }
 

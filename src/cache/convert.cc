@@ -7,8 +7,7 @@ namespace {
 
 bool UsesF16c() {
 #ifdef QEVICT_HAVE_AVX2
-  const kernels::Isa isa = kernels::ActiveIsa();
-  return isa == kernels::Isa::kAvx2 || isa == kernels::Isa::kAvx512;
+  return kernels::ActiveIsa() != kernels::Isa::kScalar;
 #else
   return false;
 #endif

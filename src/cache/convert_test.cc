@@ -20,8 +20,7 @@ TEST(ConvertTest, EveryIsaAgreesWithBaseBitByBit) {
     values.push_back(std::nextafter(exact, 1e9f));
   }
   const kernels::Isa active = kernels::ActiveIsa();
-  for (const kernels::Isa isa :
-       {kernels::Isa::kScalar, kernels::Isa::kAvx2, kernels::Isa::kAvx512, kernels::Isa::kNeon}) {
+  for (const kernels::Isa isa : kernels::kAllIsas) {
     if (!kernels::ForceIsa(isa)) continue;
     for (const Elem elem : {Elem::kF16, Elem::kBF16}) {
       std::vector<uint16_t> to(values.size());

@@ -27,6 +27,8 @@
 #include "base/rope.h"
 #include "cache/convert.h"
 #include "cache/row_format.h"
+#include "codecs/codec.h"
+#include "codecs/water_fill.h"
 #include "kernels/attention.h"
 #include "kernels/rope_table.h"
 #include "qevict/cache.h"
@@ -113,6 +115,9 @@ struct WindowRecord {
   uint8_t flags = 0;
 
   bool has(uint8_t flag) const { return (flags & flag) != 0; }
+  int32_t PosOf(uint32_t offset) const {
+    return has(kPositional) ? pos0 + static_cast<int32_t>(offset) : pos0;
+  }
   bool in_use() const { return birth != kNone; }
 };
 static_assert(sizeof(WindowRecord) == 24);
@@ -130,6 +135,8 @@ struct ShapePools {
   LayerShape shape{};
   uint32_t n_layers = 0;
   size_t full_head_bytes = 0, packed_head_bytes = 0;
+  size_t learned_bytes = 0;                    // per layer
+  std::shared_ptr<const codecs::Codec> codec;  // of layers that have not learned another
   SlotPool full, packed;
   uint64_t n_dormant = 0;
 
@@ -143,8 +150,10 @@ struct LayerState {
   uint32_t pools = 0;
   RopeParams rope;
   uint32_t rope_table = kNone;
-  size_t head_bytes[3] = {0, 0, 0};
   uint64_t f16_token_bytes = 0;
+  std::shared_ptr<const codecs::Codec> codec;
+  std::vector<double> query_energy;  // [n_kv_heads][head_dim], for codecs that learn
+  bool learned = false;              // codec is the layer's own
 };
 
 /// One layer of one sequence.
@@ -207,6 +216,18 @@ struct SeqPlan {
   uint64_t mandatory = 0;
   std::vector<Candidate> candidates;
   std::vector<uint32_t> index;  // unit of each candidate
+};
+
+/// Rotations of a window's tokens as the forward pass made them; none without RoPE.
+class WindowPhases {
+ public:
+  WindowPhases(const RopeParams& rope, const WindowRecord& w);
+  void Rotate(uint32_t t, float* key) const;
+  void Unrotate(uint32_t t, float* key) const;
+
+ private:
+  const RopeParams& rope_;
+  std::vector<float> phases_;  // [n_tokens][n_dims]
 };
 
 struct RestoreSession;
@@ -309,9 +330,6 @@ struct KvCache::Impl {
   const uint32_t* CellsOf(WindowId w) const {
     return window_cells.data() + size_t{w} * config.window;
   }
-  int32_t PosOf(const WindowRecord& w, uint32_t offset) const {
-    return w.has(WindowRecord::kPositional) ? w.pos0 + static_cast<int32_t>(offset) : w.pos0;
-  }
 
   // budget.cc
   bool Routes() const { return config.preset != Preset::kFull; }
@@ -376,6 +394,14 @@ struct KvCache::Impl {
   void SplitWindow(WindowId id, uint32_t live, int32_t delta);
   void RotateUnit(uint32_t il, const UnitRecord& u, const int32_t* delta);
   void ScaleKeyGrid(uint32_t il, const UnitRecord& u, float factor);
+  void RotateCodes(uint32_t il, const UnitRecord& u, const int32_t* delta);
+  void NoteCodes(uint32_t il, const UnitRecord& u);
+
+  // learn.cc
+  void AddQueryEnergy(uint32_t il, const float* squares);
+  void LearnCodec(uint32_t il);
+  void Relearn();
+  std::vector<codecs::WaterFillStats> GatherStats(uint32_t il) const;
   Status ShiftPositions(std::span<const int32_t> delta);
   void RotateLayer(uint32_t il, std::span<const int32_t> delta, ParallelFor& pool);
   size_t RowWords(uint32_t il, bool is_k) const {
@@ -423,6 +449,9 @@ void StoreKeyRow(uint8_t* block, uint32_t window, uint32_t head_dim, uint32_t t,
                  const uint16_t* row);
 void LoadKeyRow(const uint8_t* block, uint32_t window, uint32_t head_dim, uint32_t t,
                 uint16_t* row);
+inline codecs::RowShape RowsOf(const LayerShape& s) {
+  return {s.n_kv_heads, s.head_dim, s.head_dim_v};
+}
 /// Layers of one shape share pools.
 bool SameShape(const LayerShape& a, const LayerShape& b);
 uint32_t Checksum(const uint8_t* data, size_t n);

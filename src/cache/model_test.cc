@@ -126,6 +126,7 @@ class ModelTest : public testing::TestWithParam<Variant> {
   void RotateToken(ModelToken& token, int32_t by) {
     token.pos += by;
     if (by == 0) return;
+    if (token.coded && GetParam().config.codec != CodecId::kKiviAxis) ++token.depth;
     std::vector<float> phases(engine_->rope().n_dims);
     RopeCosSin(engine_->rope(), by, phases.data());
     for (uint32_t il = 0; il < engine_->n_layers(); ++il) {
@@ -254,7 +255,9 @@ class ModelTest : public testing::TestWithParam<Variant> {
                   const std::string& where) {
     const LayerShape& s = engine_->shapes()[il];
     const std::vector<uint16_t>& want = is_k ? token.layers[il].k : token.layers[il].v;
-    const float step = 2.83f / static_cast<float>((1 << GetParam().config.bits) - 1);
+    const Config& config = GetParam().config;
+    float step = 2.83f / static_cast<float>((1 << config.bits) - 1);
+    if (config.codec == CodecId::kWaterFill) step *= 3.0f;  // Lloyd-Max steps grow outwards
     const float bound =
         token.coded ? (is_k ? 0.75f : 0.5f) * step * static_cast<float>(1 + token.depth) + 0.02f
                     : 0.0f;
@@ -338,8 +341,9 @@ class ModelTest : public testing::TestWithParam<Variant> {
 };
 
 Variant Make(const char* name, uint32_t bits, Promotion promotion, uint64_t bytes, uint32_t window,
-             uint32_t interval) {
+             uint32_t interval, CodecId codec = CodecId::kKiviAxis) {
   Config config;
+  config.codec = codec;
   config.bits = bits;
   config.promotion = promotion;
   config.budget_fraction = 0.5;
@@ -373,7 +377,12 @@ INSTANTIATE_TEST_SUITE_P(
                     Make("Fraction2BitPinned", 2, Promotion::kPinned, 0, 4, 3),
                     Make("Bounded4Bit", 4, Promotion::kCodes, 300000, 8, 3),
                     Make("BoundedWindow16", 4, Promotion::kNone, 300000, 16, 0),
-                    Make("Window1", 4, Promotion::kCodes, 0, 1, 0)),
+                    Make("Window1", 4, Promotion::kCodes, 0, 1, 0),
+                    Make("Token4Bit", 4, Promotion::kCodes, 0, 8, 3, CodecId::kToken),
+                    Make("Token8BitBounded", 8, Promotion::kPinned, 300000, 16, 0, CodecId::kToken),
+                    Make("WaterFill4Bit", 4, Promotion::kCodes, 0, 8, 0, CodecId::kWaterFill),
+                    Make("WaterFillBounded", 4, Promotion::kNone, 300000, 8, 3,
+                         CodecId::kWaterFill)),
     [](const testing::TestParamInfo<Variant>& param) { return param.param.name; });
 
 }  // namespace

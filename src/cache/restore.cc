@@ -76,7 +76,7 @@ void KvCache::Impl::SortRestored(SeqId seq) {
   if (s.windows.empty()) return;
   const WindowId last = s.windows.back();
   s.tail = {last, 31u - static_cast<uint32_t>(std::countl_zero(windows[last].live))};
-  s.tail_pos = PosOf(windows[last], s.tail.offset);
+  s.tail_pos = windows[last].PosOf(s.tail.offset);
 }
 
 /// Ends a restore: incomplete units go, counters take the place of what a live sequence has.

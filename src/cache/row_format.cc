@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "codecs/codec.h"
+
 namespace qevict {
 namespace {
 
@@ -23,10 +25,11 @@ T Get(const uint8_t* bytes, size_t at) {
 Status Damaged(const std::string& what) { return DataLoss("a saved row is damaged: " + what); }
 
 Status CheckPlace(const RowRecord& r, const Config& config) {
-  if (r.bits != config.bits || r.window != config.window) {
-    return DataLoss("a saved row has windows of " + std::to_string(r.window) + " tokens at " +
-                    std::to_string(r.bits) + " bits; this cache has " +
-                    std::to_string(config.window) + " at " + std::to_string(config.bits));
+  const uint8_t tag = codecs::CodecTag(config);
+  if (r.bits != tag || r.window != config.window) {
+    return DataLoss("a saved row has windows of " + std::to_string(r.window) + " tokens (" +
+                    codecs::CodecTagName(r.bits) + "); this cache has " +
+                    std::to_string(config.window) + " (" + codecs::CodecTagName(tag) + ")");
   }
   if (r.gone()) return {};
   if (r.n_tokens > r.window || r.offset >= r.n_tokens) return Damaged("token outside its window");

@@ -172,7 +172,12 @@ void KvCache::Impl::RotateLayer(uint32_t il, std::span<const int32_t> delta, Par
     const WindowRecord& w = windows[u.window];
     const int32_t* moves = delta.data() + size_t{sequences[w.seq]->stream} * cells_per_stream;
     if (u.has_full()) RotateUnit(il, u, moves);
-    if (u.has_codes() && magnitude != 1.0f) ScaleKeyGrid(il, u, magnitude);
+    if (!u.has_codes()) return;
+    if (!layers[il].codec->before_rope()) {
+      RotateCodes(il, u, moves);
+    } else if (magnitude != 1.0f) {
+      ScaleKeyGrid(il, u, magnitude);
+    }
   });
 }
 
@@ -220,9 +225,35 @@ void KvCache::Impl::ScaleKeyGrid(uint32_t il, const UnitRecord& u, float factor)
       }
     }
   }
-  if (config.check) {
-    p.packed.checksums[u.packed_slot()] = Checksum(PackedSlot(il, u), p.packed_bytes());
+  NoteCodes(il, u);
+}
+
+/// Keys that were coded after RoPE are coded again at their new positions; values stay.
+void KvCache::Impl::RotateCodes(uint32_t il, const UnitRecord& u, const int32_t* delta) {
+  ShapePools& p = PoolsOf(il);
+  const RopeParams& rope = layers[il].rope;
+  const WindowRecord& w = windows[u.window];
+  const uint32_t d = p.shape.head_dim;
+  bool moves = RopeMagnitude(rope) != 1.0f;
+  for (uint32_t t = 0; t < w.n_tokens; ++t) {
+    moves |= ((w.live >> t) & 1u) != 0 && delta[CellsOf(u.window)[t]] != 0;
   }
+  if (!moves) return;
+  std::vector<float> k(size_t{w.n_tokens} * d), v(size_t{w.n_tokens} * p.shape.head_dim_v);
+  std::vector<uint8_t> block(p.packed_head_bytes);
+  float phases[kMaxHeadDim];
+  for (uint32_t h = 0; h < p.shape.n_kv_heads; ++h) {
+    uint8_t* codes = PackedSlot(il, u) + h * p.packed_head_bytes;
+    layers[il].codec->Decode(h, w.n_tokens, codes, k.data(), v.data());
+    for (uint32_t t = 0; t < w.n_tokens; ++t) {
+      if (((w.live >> t) & 1u) == 0) continue;
+      RopeCosSin(rope, delta[CellsOf(u.window)[t]], phases);
+      RopeRotate(rope, phases, k.data() + size_t{t} * d);
+    }
+    layers[il].codec->Encode(h, w.n_tokens, k.data(), v.data(), block.data());
+    std::memcpy(codes, block.data(), layers[il].codec->bytes().keys);
+  }
+  NoteCodes(il, u);
 }
 
 }  // namespace qevict

@@ -5,8 +5,6 @@
 
 #include "cache/kv_cache_impl.h"
 #include "cache/row_format.h"
-#include "codecs/codec.h"
-#include "codecs/kivi_axis.h"
 
 namespace qevict {
 namespace {
@@ -17,7 +15,7 @@ uint32_t FirstLive(const WindowRecord& w) {
 
 RowRecord PlaceOf(const WindowRecord& w, uint32_t t, const Config& config) {
   RowRecord r;
-  r.bits = static_cast<uint8_t>(config.bits);
+  r.bits = codecs::CodecTag(config);
   r.window = static_cast<uint8_t>(config.window);
   if (w.has(WindowRecord::kPositional)) r.flags |= RowRecord::kPositional;
   if (w.has(WindowRecord::kSink)) r.flags |= RowRecord::kSink;
@@ -63,9 +61,8 @@ void KvCache::Impl::WriteFullRow(uint32_t il, const UnitRecord& u, uint32_t t, b
 /// Bytes of all heads' keys (or values) in a packed slot, codes and grids.
 size_t KvCache::Impl::PartBytes(uint32_t il, bool is_k) const {
   const LayerShape& shape = PoolsOf(il).shape;
-  const codecs::KiviAxisLayout at =
-      codecs::LayoutKiviAxis(config.bits, config.window, shape.head_dim, shape.head_dim_v);
-  return shape.n_kv_heads * (is_k ? at.v_codes : at.end - at.v_codes);
+  const codecs::BlockBytes bytes = PoolsOf(il).codec->bytes();
+  return shape.n_kv_heads * (is_k ? bytes.keys : bytes.values);
 }
 
 /// Copies a record's share of a packed slot from or to `bytes`. The part is seen as one run of
@@ -134,7 +131,7 @@ bool KvCache::Impl::FillRow(uint32_t il, uint32_t stream, uint32_t cell, bool is
   const bool room = n_words * 2 >= kRowHeaderBytes;  // tiny rows cannot say that they are evicted
   if (!IsToken(code)) {
     record.kind = is_k ? RowKind::kEvictedK : RowKind::kEvictedV;
-    record.bits = static_cast<uint8_t>(config.bits);
+    record.bits = codecs::CodecTag(config);
     record.window = static_cast<uint8_t>(config.window);
     record.birth = kNone;
     if (room) WriteRowHeader(record, row);
@@ -171,7 +168,9 @@ bool KvCache::Impl::FillRow(uint32_t il, uint32_t stream, uint32_t cell, bool is
 }
 
 /// True if the codes of a window with n live tokens fit behind the headers of its K and V rows.
+/// Codes that mean nothing without what this cache has learned stay here: rows are then decoded.
 bool KvCache::Impl::SharesFit(uint32_t il, uint32_t n) const {
+  if (codecs::Learns(config)) return false;
   for (const bool is_k : {true, false}) {
     const size_t share = (PartBytes(il, is_k) + n - 1) / n;
     if (kRowHeaderBytes + share > RowWords(il, is_k) * 2) return false;

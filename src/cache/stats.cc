@@ -38,6 +38,7 @@ CacheStats KvCache::Impl::Stats() const {
 }
 
 void KvCache::Impl::Clear() {
+  Relearn();
   sequences.clear();
   sequences.shrink_to_fit();
   for (ShapePools& p : pools) {

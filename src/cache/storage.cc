@@ -48,18 +48,15 @@ Status KvCache::Impl::InitPools(std::vector<LayerShape> shapes) {
       ShapePools p;
       p.shape = shape;
       p.full_head_bytes = kernels::FullHeadBytes(config.window, shape.head_dim, shape.head_dim_v);
-      p.packed_head_bytes =
-          kernels::PackedHeadBytes(config.bits, config.window, shape.head_dim, shape.head_dim_v);
+      p.codec = codecs::MakeCodec(config, RowsOf(shape));
+      p.packed_head_bytes = p.codec->bytes().total();
+      p.learned_bytes = codecs::LearnedBytes(config, RowsOf(shape));
       pools.push_back(std::move(p));
     }
     ++pools[c].n_layers;
     LayerState& layer = layers[il];
     layer.pools = static_cast<uint32_t>(c);
-    layer.head_bytes[0] = pools[c].full_head_bytes;
-    layer.head_bytes[1] =
-        kernels::PackedHeadBytes(2, config.window, shape.head_dim, shape.head_dim_v);
-    layer.head_bytes[2] =
-        kernels::PackedHeadBytes(4, config.window, shape.head_dim, shape.head_dim_v);
+    layer.codec = pools[c].codec;
     layer.f16_token_bytes = uint64_t{2} * shape.n_kv_heads * (shape.head_dim + shape.head_dim_v);
     f16_token_bytes += layer.f16_token_bytes;
   }

@@ -150,7 +150,7 @@ class Engine {
     const LayerShape& s = shapes_[il];
     const uint32_t w = cache_->config().window, d = s.head_dim, dv = s.head_dim_v;
     const uint32_t width = is_k ? d : dv, sub = std::min(w, 8u);
-    size_t head_bytes[3];
+    size_t head_bytes[4];
     cache_->HeadBytes(il, head_bytes);
     std::vector<float> out;
     for (uint32_t h = 0; h < s.n_kv_heads; ++h) {
@@ -165,14 +165,20 @@ class Engine {
         continue;
       }
       std::vector<float> k(w * d), v(w * dv), phases(rope_.n_dims);
-      codecs::DecodeKiviAxis(ref.format == kernels::WindowFormat::kPacked2 ? 2 : 4, w, d, dv, w,
-                             block, k.data(), v.data());
+      cache_->codec(il).Decode(h, w, block, k.data(), v.data());
       const float* row = is_k ? k.data() + t * d : v.data() + t * dv;
       std::vector<float> one(row, row + width);
-      if (is_k && rope_.pairing != RopePairing::kNone) {
+      const bool rotates = is_k && rope_.pairing != RopePairing::kNone;
+      if (rotates) {
         RopeCosSin(rope_, ref.pos0 + static_cast<int32_t>(t) * ref.pos_stride, phases.data());
-        RopeRotate(rope_, phases.data(), one.data());
       }
+      const codecs::Codec& codec = cache_->codec(il);
+      if (is_k && codec.key_mean(h) != nullptr) {
+        std::vector<float> mean(codec.key_mean(h), codec.key_mean(h) + d);
+        if (rotates) RopeRotate(rope_, phases.data(), mean.data());
+        for (uint32_t i = 0; i < d; ++i) one[i] += mean[i];
+      }
+      if (rotates && codec.before_rope()) RopeRotate(rope_, phases.data(), one.data());
       out.insert(out.end(), one.begin(), one.end());
     }
     return out;

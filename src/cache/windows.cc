@@ -108,7 +108,7 @@ Status KvCache::Impl::CheckAppend(std::span<const TokenSpec> tokens) {
 bool KvCache::Impl::TakesBack(const TokenSpec& t, TokenRef held, bool first_of_step) const {
   const WindowRecord& w = windows[held.window];
   if (w.seq != t.seq || !sequences[t.seq]->chain) return false;
-  if (t.positional && w.has(WindowRecord::kPositional)) return PosOf(w, held.offset) >= t.pos;
+  if (t.positional && w.has(WindowRecord::kPositional)) return w.PosOf(held.offset) >= t.pos;
   if (!first_of_step) return false;
   const std::vector<WindowId>& ids = sequences[t.seq]->windows;
   uint32_t behind = w.n_tokens - held.offset;
@@ -129,7 +129,7 @@ void KvCache::Impl::Truncate(const TokenSpec& t, TokenRef from) {
     const bool positional = t.positional && w.has(WindowRecord::kPositional);
     const uint32_t first = ids[i] == from.window ? from.offset : 0;
     for (uint32_t k = w.n_tokens; k-- > first;) {
-      const bool replaced = !positional || PosOf(w, k) >= t.pos;
+      const bool replaced = !positional || w.PosOf(k) >= t.pos;
       if (replaced && ((w.live >> k) & 1u)) KillToken({ids[i], k});
     }
   }
@@ -143,7 +143,7 @@ WindowId KvCache::Impl::OpenWindowFor(Sequence& s, const TokenSpec& t) {
   if (w.has(WindowRecord::kPositional) != t.positional) return kNone;
   const uint32_t kept =
       32 - static_cast<uint32_t>(std::countl_zero(w.live));  // dead tail is cut off
-  if (t.positional && PosOf(w, kept) != t.pos) return kNone;
+  if (t.positional && w.PosOf(kept) != t.pos) return kNone;
   const uint64_t appended = s.appended - (w.n_tokens - kept);
   if (kept >= config.window) return kNone;
   if (w.has(WindowRecord::kSink) && appended >= config.sinks) return kNone;

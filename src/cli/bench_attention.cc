@@ -18,7 +18,7 @@ constexpr uint32_t kMaxTokens = 1 << 20, kWindow = 8;
 
 struct BenchAttentionOptions {
   std::string shapes = "14/2x64,32/8x128", tokens = "1024,4096,16384",
-              tiers = "full,packed2,packed4";
+              tiers = "full,packed2,packed4,token";
   int64_t n_threads = 0, n_repetitions = 20, n_layers = 4;
   bool warm = false;
   Format format = Format::kMarkdown;
@@ -157,7 +157,7 @@ Result<std::vector<kernels::Formats>> ParseTiers(const std::string& text) {
         [&item](kernels::Formats formats) { return item == kernels::FormatsName(formats); });
     if (found == std::end(kernels::kAllFormats)) {
       return InvalidArgument("--tiers " + item +
-                             " is not legal: expected full, packed2, packed4 or mixed");
+                             " is not legal: expected full, packed2, packed4, token or mixed");
     }
     tiers.push_back(*found);
   }
@@ -189,7 +189,7 @@ Command AddBenchAttention(CLI::App& bench) {
   AddText(*app, "--tokens", o->tokens, "N,..", "tokens in the cache")
       ->default_str(o->tokens)
       ->group(kTests);
-  AddText(*app, "--tiers", o->tiers, "NAMES", "full, packed2, packed4, mixed")
+  AddText(*app, "--tiers", o->tiers, "NAMES", "full, packed2, packed4, token (2 bits), mixed")
       ->default_str(o->tiers)
       ->group(kTests);
   AddInteger(*app, "--layers", o->n_layers, 1, 256, "layers in a row, each with its own storage")

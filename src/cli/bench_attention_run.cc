@@ -23,8 +23,9 @@ using kernels::RelativeError;
 using plugin::PeerAttention;
 using plugin::PeerType;
 
-// ggml rounds the query to f16 or int8 and sums f16 values; ours accumulates in f32.
-constexpr double kPeerError = 0.1, kOurError = 1e-3;
+// ggml rounds the query to f16 or int8 and sums f16 values; ours accumulates in f32, and rounds the
+// query to int8 for token codes.
+constexpr double kRoundedError = 0.1, kOurError = 1e-3;
 constexpr size_t kReadBytes = size_t{256} << 20, kReadChunk = size_t{1} << 20;
 
 /// A buffer that does not fit into the processor's caches.
@@ -217,7 +218,7 @@ class AttentionBench {
     if (!peer.ok()) return peer.status();
     std::vector<float> query = QueryRow(problem);
     for (uint32_t i = 0; i < plan_.n_layers; ++i) (*peer)->Fill(i, query, rows.keys, rows.values);
-    return Add(shape, n_tokens, std::string("ggml ") + PeerTypeName(type), kPeerError,
+    return Add(shape, n_tokens, std::string("ggml ") + PeerTypeName(type), kRoundedError,
                std::make_unique<PeerKernel>(shape, std::move(*peer), std::move(query)), all);
   }
 
@@ -232,8 +233,10 @@ class AttentionBench {
       }
     }
     for (const kernels::Formats tier : plan_.tiers) {
+      const bool rounds = tier == kernels::Formats::kToken || tier == kernels::Formats::kMixed;
       QEVICT_RETURN_IF_ERROR(
-          Add(shape, n_tokens, std::string("qevict ") + FormatsName(tier), kOurError,
+          Add(shape, n_tokens, std::string("qevict ") + FormatsName(tier),
+              rounds ? kRoundedError : kOurError,
               std::make_unique<OurKernel>(shape, tier, n_tokens, plan_.n_layers, pool_), all));
     }
     return {};

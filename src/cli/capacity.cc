@@ -4,6 +4,7 @@
 
 #include "base/half.h"
 #include "cli/text.h"
+#include "codecs/codec.h"
 #include "kernels/attention.h"  // before qevict/cache.h: GCC warns of enumerators named as its globals
 #include "qevict/cache.h"
 #include "qevict/policy.h"
@@ -108,8 +109,9 @@ class CachePlanner {
   Result<LayerPlan> Layer(const CacheLayer& l) const {
     const uint64_t full =
         l.n_kv_heads * kernels::FullHeadBytes(config_.window, l.head_dim, l.head_dim_v);
-    const uint64_t packed = l.n_kv_heads * kernels::PackedHeadBytes(config_.bits, config_.window,
-                                                                    l.head_dim, l.head_dim_v);
+    const uint64_t packed =
+        l.n_kv_heads *
+        codecs::CodecBytes(config_, {l.n_kv_heads, l.head_dim, l.head_dim_v}).total();
     const UnitCosts costs{full + kUnitBytes, packed + kUnitBytes};
     std::vector<Candidate> candidates;
     for (uint32_t i = 0; i < windows_.history; ++i) {
@@ -156,7 +158,12 @@ class CachePlanner {
     const uint64_t n_cells = uint64_t{cache_.cells_per_stream} * cache_.n_streams / n_domains_;
     const uint64_t n_pairs = CeilDiv(rope_dims / 2, 16) * 16;
     const uint64_t rope = ((cache_.tokens_per_sequence / 64 + 68) * 8 + 256) * n_pairs / n_domains_;
-    return n_sequences_ * (Grown(windows_.total() * window) + kSequenceBytes +
+    uint64_t learned = 0;
+    for (const CacheLayer& l : cache_.layers) {
+      learned += codecs::LearnedBytes(config_, {l.n_kv_heads, l.head_dim, l.head_dim_v});
+    }
+    return learned / n_domains_ +
+           n_sequences_ * (Grown(windows_.total() * window) + kSequenceBytes +
                            cache_.layers.size() * kLayerSlackBytes) +
            Grown(4 * n_cells) + n_shapes * kPoolSlackBytes + rope;
   }

@@ -9,9 +9,6 @@
 namespace qevict::cli {
 namespace {
 
-constexpr kernels::Isa kIsas[] = {kernels::Isa::kScalar, kernels::Isa::kAvx2, kernels::Isa::kAvx512,
-                                  kernels::Isa::kNeon};
-
 Json Codecs() {
   Json codecs = Json::array();
   for (const int bits : {2, 4}) {
@@ -20,6 +17,16 @@ Json Codecs() {
                       {"keys", "per channel over the window, before RoPE"},
                       {"values", "per token"}});
   }
+  for (const int bits : {1, 2, 3, 4, 8}) {
+    codecs.push_back({{"id", "token-" + std::to_string(bits)},
+                      {"bits", bits},
+                      {"keys", "per token, after RoPE"},
+                      {"values", "per token"}});
+  }
+  codecs.push_back({{"id", "wf"},
+                    {"bits", "1 to 4"},
+                    {"keys", "static transform, a scale per token, after RoPE"},
+                    {"values", "static transform, a scale per token"}});
   return codecs;
 }
 
@@ -27,7 +34,7 @@ Json OrNull(const Result<std::string>& path) { return path.ok() ? Json(*path) : 
 
 Json Info() {
   Json isas = Json::array();
-  for (const kernels::Isa isa : kIsas) {
+  for (const kernels::Isa isa : kernels::kAllIsas) {
     if (kernels::IsaSupported(isa)) isas.push_back(kernels::IsaName(isa));
   }
   Json presets = Json::array();

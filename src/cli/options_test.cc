@@ -66,13 +66,19 @@ TEST(NumberTest, ErrorsNameValueAndLimits) {
 TEST(ConfigOptionsTest, NothingGivenIsTheDefault) { EXPECT_EQ(*Parse({}), Config{}); }
 
 TEST(ConfigOptionsTest, OptionsAndSetReachTheConfig) {
-  const Result<Config> c =
-      Parse({"--budget",    "512MiB",    "--policy",   "streaming",
-             "--window",    "16",        "--q",        "0.5",
-             "--bits",      "4",         "--sinks",    "1",
-             "--recents",   "25%",       "--interval", "4",
-             "--promotion", "pinned",    "--prefill",  "bounded",
-             "--set",       "score=ema", "--set",      "ema_lambda=0.9,check=true"});
+  const Result<Config> c = Parse({"--budget",    "512MiB",
+                                  "--policy",    "streaming",
+                                  "--window",    "16",
+                                  "--q",         "0.5",
+                                  "--bits",      "4",
+                                  "--sinks",     "1",
+                                  "--codec",     "token",
+                                  "--recents",   "25%",
+                                  "--interval",  "4",
+                                  "--promotion", "pinned",
+                                  "--prefill",   "bounded",
+                                  "--set",       "score=ema",
+                                  "--set",       "ema_lambda=0.9,check=true"});
   ASSERT_TRUE(c.ok()) << c.status().message();
   Config wanted;
   wanted.budget_bytes = uint64_t{512} << 20;
@@ -80,6 +86,7 @@ TEST(ConfigOptionsTest, OptionsAndSetReachTheConfig) {
   wanted.window = 16;
   wanted.q_permille = 500;
   wanted.bits = 4;
+  wanted.codec = CodecId::kToken;
   wanted.sinks = 1;
   wanted.recents_percent = 25;
   wanted.interval = 4;
@@ -100,7 +107,7 @@ TEST(ConfigOptionsTest, OptionsWinOverConfig) {
 
 TEST(ConfigOptionsTest, ErrorsNameTheKey) {
   for (const auto& [words, part] : std::vector<std::pair<std::vector<std::string>, std::string>>{
-           {{"--bits", "3"}, "bits=3 is not legal: expected 2 or 4"},
+           {{"--bits", "3"}, "bits=3 is not legal with codec=kivi: expected 2 or 4"},
            {{"--set", "bits"}, "--set bits has no value"},
            {{"--set", "colour=red"}, "unknown key colour"},
            {{"--window", "8", "--set", "window=8"}, "given twice"},

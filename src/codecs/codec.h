@@ -3,22 +3,73 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <string>
+
+#include "kernels/attention.h"
+#include "qevict/config.h"
 
 namespace qevict::codecs {
 
+/// Bytes of one kv head of one window; keys come first.
+struct BlockBytes {
+  size_t keys = 0, values = 0;
+  size_t total() const { return keys + values; }
+};
+
+/// The packed format of one layer. Immutable, therefore thread-safe.
+class Codec {
+ public:
+  virtual ~Codec() = default;
+  virtual BlockBytes bytes() const = 0;
+  /// How the kernels read a window.
+  virtual kernels::WindowFormat format() const = 0;
+  /// True: keys are coded as before RoPE; false: as the query meets them.
+  virtual bool before_rope() const = 0;
+  /// [head_dim] part of the keys before RoPE that codes leave out, or null: Encode wants, and
+  /// Decode gives, what is left when it is taken off (rotated, unless before_rope()).
+  virtual const float* key_mean(uint32_t) const { return nullptr; }
+  /// What the codec holds beside the windows' blocks.
+  virtual size_t static_bytes() const { return 0; }
+  /// [n_kv_heads] codes that the kernels need beside a window, or null.
+  virtual const kernels::TokenCode* token_codes() const { return nullptr; }
+
+  /// Encodes one kv head of one window.
+  ///   k [n][D], v [n][Dv] f32 row-major; n in [1, W] tokens. Tokens n...W-1 of the block get code
+  ///   0 and take no part in any statistic. block: bytes().total() bytes.
+  /// Non-finite inputs count as 0, and what a grid cannot hold is clamped: one bad number never
+  /// spoils its neighbours.
+  virtual void Encode(uint32_t kv_head, uint32_t n, const float* k, const float* v,
+                      uint8_t* block) const = 0;
+  /// Inverse: k [n][D], v [n][Dv] f32 (either may be null).
+  virtual void Decode(uint32_t kv_head, uint32_t n, const uint8_t* block, float* k,
+                      float* v) const = 0;
+};
+
+/// Shape of the rows that a codec packs.
+struct RowShape {
+  uint32_t n_kv_heads, head_dim, head_dim_v;
+};
+
+/// The codec that `config` names (Config::codec, bits, window), for layers of one shape. One that
+/// learns from the rows (wf) knows nothing yet, and serves for its bytes alone.
+std::shared_ptr<const Codec> MakeCodec(const Config& config, const RowShape& shape);
+/// True if a layer's codec is made of its rows when the first window is packed.
+inline bool Learns(const Config& config) { return config.codec == CodecId::kWaterFill; }
+/// What such a layer's codec takes beside the windows, at most; else 0.
+size_t LearnedBytes(const Config& config, const RowShape& shape);
+/// Bytes of that codec's blocks, without making it.
+BlockBytes CodecBytes(const Config& config, const RowShape& shape);
+/// Names the codec and its bits in saved rows, 1 to 15: never renumber.
+uint8_t CodecTag(const Config& config);
+/// Such as `kivi, 2 bits`; for errors.
+std::string CodecTagName(uint8_t tag);
+
 /// KIVI-axis uniform code (QEvict's): K per channel over the window before RoPE, V per token. See
-/// kivi_axis.h.
-///
-/// Encodes one kv head of one window.
-///   k [n][D] f32 row-major, before RoPE; v [n][Dv] f32; n in [1, W] tokens. Tokens n...W-1 of the
-///   block get code 0 and do not take part in the grids. block: PackedHeadBytes(bits, W, D, Dv)
-///   bytes, layout as in kernels/attention.h.
-/// bits: 2 or 4. Grid: fp16 scale and minimum first, codes against the rounded grid (policies.md
-/// C9). Non-finite inputs: encoded as if 0 (a NaN key would otherwise poison a whole channel);
-/// grids that overflow fp16 clamp to the largest finite fp16.
+/// kivi_axis.h. One kv head of one window, as Codec::Encode and Decode. bits: 2 or 4. Grid: fp16
+/// scale and minimum first, codes against the rounded grid (policies.md C9).
 void EncodeKiviAxis(uint32_t bits, uint32_t window, uint32_t head_dim, uint32_t head_dim_v,
                     uint32_t n, const float* k, const float* v, uint8_t* block);
-/// Inverse: k [n][D], v [n][Dv] f32 (either may be null).
 void DecodeKiviAxis(uint32_t bits, uint32_t window, uint32_t head_dim, uint32_t head_dim_v,
                     uint32_t n, const uint8_t* block, float* k, float* v);
 

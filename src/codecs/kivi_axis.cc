@@ -1,66 +1,18 @@
 #include "codecs/kivi_axis.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
-#include <limits>
 
-#include "base/half.h"
+#include "codecs/grid.h"
 
 namespace qevict::codecs {
 namespace {
 
 constexpr size_t kMaxWindow = 32;
-constexpr float kMaxF16 = 65504.0f;
-// 1.5 * 2^23: adding it leaves no fraction bits, rounded half to even.
-constexpr float kRound = 12582912.0f;
 
 /// Channels that one step of the encoder holds in registers and L1. Its loops run over channels
 /// with no branch, so that any compiler turns them into vector code.
 constexpr size_t kLanes = 64;
-
-/// x, or 0 where it is not finite. In integers: a comparison of floats would have to mind NaN.
-inline float Finite(float x) {
-  const uint32_t bits = std::bit_cast<uint32_t>(x);
-  const uint32_t keep = (bits & 0x7F800000u) == 0x7F800000u ? 0u : ~0u;
-  return std::bit_cast<float>(bits & keep);
-}
-
-inline void StoreF16(uint8_t* at, size_t i, uint16_t h) { std::memcpy(at + 2 * i, &h, sizeof h); }
-
-inline float LoadF16(const uint8_t* at, size_t i) {
-  uint16_t h;
-  std::memcpy(&h, at + 2 * i, sizeof h);
-  return F16ToF32(h);
-}
-
-/// A grid in its stored form, and what codes are computed with.
-struct Grid {
-  uint16_t scale_f16, zero_f16;
-  float zero;
-  float divisor;  // the stored scale; infinity for a constant group, so that its codes become 0
-};
-
-inline Grid MakeGrid(float low, float high, float max_code) {
-  Grid grid{};
-  grid.zero_f16 = F32ToF16(std::clamp(low, -kMaxF16, kMaxF16));
-  grid.zero = F16ToF32(grid.zero_f16);
-  // high - low may overflow to infinity; the minimum takes that, too.
-  grid.scale_f16 = F32ToF16(std::min((high - low) / max_code, kMaxF16));
-  grid.divisor = F16ToF32(grid.scale_f16);
-  if (grid.divisor == 0.0f) {
-    grid.divisor = std::numeric_limits<float>::infinity();
-    grid.scale_f16 = F32ToF16(1.0f);
-  }
-  return grid;
-}
-
-inline uint8_t Code(float x, float zero, float divisor, float max_code) {
-  const float position = (Finite(x) - zero) / divisor;
-  const float positive = position > 0.0f ? position : 0.0f;
-  const float clamped = positive < max_code ? positive : max_code;
-  return static_cast<uint8_t>(static_cast<int32_t>((clamped + kRound) - kRound));
-}
 
 template <uint32_t kBits>
 constexpr size_t kPerByte = 8 / kBits;
@@ -94,7 +46,7 @@ void EncodeKeyLanes(const float* k, size_t row_stride, size_t n, size_t lanes, f
   }
   for (size_t t = 0; t < n; ++t) {
     for (size_t d = 0; d < lanes; ++d) {
-      codes[t * kLanes + d] = Code(k[t * row_stride + d], zero[d], divisor[d], max_code);
+      codes[t * kLanes + d] = GridCode(k[t * row_stride + d], zero[d], divisor[d], max_code);
     }
   }
 }
@@ -124,21 +76,6 @@ void PackKeyLanes(size_t window, size_t lanes, const uint8_t* codes, uint8_t* by
   }
 }
 
-/// Smallest and largest of a row of dv values (a multiple of 8), in eight lanes.
-void RowRange(const float* v, size_t dv, float* low, float* high) {
-  float lows[8], highs[8];
-  for (size_t i = 0; i < 8; ++i) lows[i] = highs[i] = Finite(v[i]);
-  for (size_t c = 8; c < dv; c += 8) {
-    for (size_t i = 0; i < 8; ++i) {
-      const float x = Finite(v[c + i]);
-      lows[i] = x < lows[i] ? x : lows[i];
-      highs[i] = x > highs[i] ? x : highs[i];
-    }
-  }
-  *low = *std::min_element(lows, lows + 8);
-  *high = *std::max_element(highs, highs + 8);
-}
-
 /// One token's values: returns the grid, writes dv*bits/8 bytes.
 template <uint32_t kBits>
 Grid EncodeValueRow(const float* v, size_t dv, float max_code, uint8_t* bytes) {
@@ -149,7 +86,7 @@ Grid EncodeValueRow(const float* v, size_t dv, float max_code, uint8_t* bytes) {
     const size_t lanes = std::min(kLanes, dv - c0);
     uint8_t codes[kLanes];
     for (size_t c = 0; c < lanes; ++c) {
-      codes[c] = Code(v[c0 + c], grid.zero, grid.divisor, max_code);
+      codes[c] = GridCode(v[c0 + c], grid.zero, grid.divisor, max_code);
     }
     for (size_t i = 0; i < lanes / kPerByte<kBits>; ++i) {
       bytes[c0 / kPerByte<kBits> + i] = PackByte<kBits>(codes + i * kPerByte<kBits>, 1);
@@ -218,6 +155,15 @@ void DecodeKiviAxis(uint32_t bits, uint32_t window, uint32_t head_dim, uint32_t 
                   LoadF16(block + at.v_zero, t), 1, head_dim_v, v + t * head_dim_v);
     }
   }
+}
+
+void KiviAxisCodec::Encode(uint32_t, uint32_t n, const float* k, const float* v,
+                           uint8_t* block) const {
+  EncodeKiviAxis(bits_, window_, shape_.head_dim, shape_.head_dim_v, n, k, v, block);
+}
+
+void KiviAxisCodec::Decode(uint32_t, uint32_t n, const uint8_t* block, float* k, float* v) const {
+  DecodeKiviAxis(bits_, window_, shape_.head_dim, shape_.head_dim_v, n, block, k, v);
 }
 
 }  // namespace qevict::codecs

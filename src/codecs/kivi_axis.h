@@ -67,4 +67,28 @@ constexpr KiviAxisLayout LayoutKiviAxis(size_t bits, size_t window, size_t head_
 static_assert(LayoutKiviAxis(2, 8, 128, 128).end == size_t{8} * 132);
 static_assert(LayoutKiviAxis(4, 8, 128, 128).end == size_t{8} * 196);
 
+class KiviAxisCodec final : public Codec {
+ public:
+  KiviAxisCodec(uint32_t bits, uint32_t window, const RowShape& shape)
+      : bits_(bits), window_(window), shape_(shape) {}
+  static BlockBytes Bytes(uint32_t bits, uint32_t window, const RowShape& shape) {
+    const KiviAxisLayout at = LayoutKiviAxis(bits, window, shape.head_dim, shape.head_dim_v);
+    return {at.v_codes, at.end - at.v_codes};
+  }
+
+  BlockBytes bytes() const override { return Bytes(bits_, window_, shape_); }
+  kernels::WindowFormat format() const override {
+    return bits_ == 2 ? kernels::WindowFormat::kPacked2 : kernels::WindowFormat::kPacked4;
+  }
+  bool before_rope() const override { return true; }
+  void Encode(uint32_t kv_head, uint32_t n, const float* k, const float* v,
+              uint8_t* block) const override;
+  void Decode(uint32_t kv_head, uint32_t n, const uint8_t* block, float* k,
+              float* v) const override;
+
+ private:
+  uint32_t bits_, window_;
+  RowShape shape_;
+};
+
 }  // namespace qevict::codecs

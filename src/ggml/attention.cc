@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "codecs/codec.h"
 #include "ggml/cache_group.h"
 #include "ggml/lineage.h"
 #include "ggml/timer.h"
@@ -106,6 +107,7 @@ kernels::AttentionShape CacheGroup::ShapeOf(const ggml_tensor* op, const LayerBi
   }
   if (op->src[4]) shape.sinks = static_cast<const float*>(op->src[4]->data) + first_head;
   shape.rope = cache_->rope_table(cache_layer);
+  shape.token = cache_->codec(cache_layer).token_codes();
   return shape;
 }
 
@@ -139,6 +141,27 @@ kernels::AttentionGroup CacheGroup::ToKernel(const ggml_tensor* op,
       a.mass_first_row = group.n_rows - config_.init_rows;
   }
   return a;
+}
+
+/// Energy of the queries for a codec that learns from it.
+void CacheGroup::NoteQueries(const ggml_tensor* op, const LayerBinding& layer, uint32_t part) {
+  const uint32_t cache_layer = layer.first_cache_layer + part;
+  if (!cache_->WantsQueryEnergy(cache_layer)) return;
+  const ggml_tensor* q = op->src[0];
+  const kernels::AttentionShape& shape = shapes_scratch_[part];
+  const uint32_t d = shape.head_dim, n_heads = shape.n_kv_heads * shape.n_gqa;
+  std::vector<float> squares(size_t{shape.n_kv_heads} * d);
+  for (int64_t stream = 0; stream < q->ne[3]; ++stream) {
+    for (int64_t row = 0; row < q->ne[1]; ++row) {
+      const float* heads = Row(q, static_cast<uint32_t>(stream), static_cast<uint32_t>(row), 1);
+      for (uint32_t h = 0; h < n_heads; ++h) {
+        const float* x = heads + (size_t{part} * n_heads + h) * (q->nb[2] / sizeof(float));
+        float* sum = squares.data() + size_t{h / shape.n_gqa} * d;
+        for (uint32_t c = 0; c < d; ++c) sum[c] += x[c] * x[c];
+      }
+    }
+  }
+  cache_->AddQueryEnergy(cache_layer, squares.data());
 }
 
 Status CacheGroup::FlashAttention(const ggml_tensor* op, OmpPool& pool) {
@@ -176,6 +199,7 @@ Status CacheGroup::FlashAttention(const ggml_tensor* op, OmpPool& pool) {
                                             views_scratch_[part * groups_.size() + g], part));
     }
   }
+  for (uint32_t part = 0; part < layer.n_parts; ++part) NoteQueries(op, layer, part);
   {
     const ScopedTimer timer(timers_.attention_ns);
     if (!kernels::Attend(attention_scratch_, pool, workspace_))

@@ -131,6 +131,7 @@ class CacheGroup {
     size_t first_ref, n_refs, first_bit, first_bias, first_mass;
   };
   GroupView CollectGroup(uint32_t cache_layer, const RowGroup& group);
+  void NoteQueries(const ggml_tensor* op, const LayerBinding& layer, uint32_t part);
   kernels::AttentionGroup ToKernel(const ggml_tensor* op, const kernels::AttentionShape& shape,
                                    const RowGroup& group, const GroupView& view, uint32_t part);
   Status RestoreRows(const LayerBinding& layer, bool is_k, uint32_t stream, uint32_t cell,

@@ -51,13 +51,15 @@ class SettingTest : public ::testing::TestWithParam<Setting> {
 
 TEST_P(SettingTest, PromptThenDecode) {
   Twin twin(SpecOf(GetParam()), GetParam().config);
+  const bool token = std::string(GetParam().config).find("codec=") != std::string::npos;
+  const double rms = token ? kTokenRms : kRms;
   ASSERT_TRUE(twin.ours.ok());
   ExpectHeld(RunHeld(twin, TokensOf(0, 0, 200)), "prompt");
   ExpectHeld(RunHeld(twin, TokensOf(0, 200, 100)), "second chunk");
   EXPECT_EQ(twin.ours.stats().packed_tokens, 0u);
   for (int32_t pos = 300; pos < 340; ++pos) {
     const HeldReport report = RunHeld(twin, TokensOf(0, pos, 1));
-    ExpectHeld(report, "decode at " + std::to_string(pos));
+    ExpectHeld(report, "decode at " + std::to_string(pos), rms);
     ASSERT_GT(report.budget_bytes, 0u);
   }
   const qevict_stats stats = twin.ours.stats();
@@ -78,6 +80,10 @@ INSTANTIATE_TEST_SUITE_P(
                       Setting{"pinned", "preset=qevict,budget=30%,promotion=pinned"},
                       Setting{"none", "preset=qevict,budget=30%,promotion=none"},
                       Setting{"slack", "preset=qevict,budget=30%,fill_slack=1"},
+                      Setting{"token2", "preset=qevict,budget=30%,codec=token"},
+                      Setting{"token8", "preset=qevict,budget=50%,codec=token,bits=8,window=16"},
+                      Setting{"wf2", "preset=qevict,budget=30%,codec=wf"},
+                      Setting{"wf3perhead", "preset=qevict,budget=30%,codec=wf,bits=3,per_head=1"},
                       Setting{"w4", "preset=qevict,budget=40%,window=4"},
                       Setting{"w16", "preset=qevict,budget=30%,window=16"},
                       Setting{"w32", "preset=qevict,budget=40%,window=32,interval=8"}),
@@ -89,6 +95,10 @@ INSTANTIATE_TEST_SUITE_P(
         Setting{"normal", "preset=qevict,budget=30%", GGML_ROPE_TYPE_NORMAL},
         Setting{"norope", "preset=qevict,budget=30%", kNoRope},
         Setting{"bf16", "preset=qevict,budget=30%", GGML_ROPE_TYPE_NEOX, GGML_TYPE_BF16},
+        Setting{"wfnormal", "preset=qevict,budget=30%,codec=wf", GGML_ROPE_TYPE_NORMAL},
+        Setting{"wfnorope", "preset=qevict,budget=30%,codec=wf", kNoRope},
+        Setting{"wfd80", "preset=qevict,budget=30%,codec=wf,bits=2.25", GGML_ROPE_TYPE_NEOX,
+                GGML_TYPE_BF16, 80, 1},
         Setting{"d80", "preset=qevict,budget=30%", GGML_ROPE_TYPE_NEOX, GGML_TYPE_F16, 80, 1},
         Setting{"d128", "preset=qevict,budget=30%", GGML_ROPE_TYPE_NEOX, GGML_TYPE_F16, 128, 7}),
     [](const ::testing::TestParamInfo<Setting>& s) { return s.param.name; });
@@ -116,7 +126,7 @@ TEST_P(LineageTest, CodesAreUnrotatedKeys) {
   std::vector<kernels::WindowRef> refs;
   std::vector<WindowId> ids;
   cache.View(0, cache.Sequences(0)[0], refs, ids);
-  size_t head_bytes[3], n_packed = 0;
+  size_t head_bytes[4], n_packed = 0;
   cache.HeadBytes(0, head_bytes);
   const codecs::KiviAxisLayout at = codecs::LayoutKiviAxis(2, 8, 64, 64);
   std::vector<float> k(8 * 64);

@@ -47,9 +47,10 @@ std::shared_ptr<Session> Sessions::Create() {
     if (text && *text) config = LoadConfig(text);
   }
   if (const std::string_view isa = kernels::RefusedIsa(); config.ok() && !isa.empty()) {
-    config = InvalidArgument("QEVICT_SIMD=" + std::string(isa) +
-                             " names no instruction set of this machine and build (scalar, avx2, "
-                             "avx512, neon): leave it unset for the best there is");
+    config =
+        InvalidArgument("QEVICT_SIMD=" + std::string(isa) +
+                        " names no instruction set of this machine and build (scalar, avx2, "
+                        "avx512, avx512vnni, neon, neondot): leave it unset for the best there is");
   }
   auto session = std::make_shared<Session>(next_id_++, std::move(config));
   sessions_.push_back(session);

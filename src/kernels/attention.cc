@@ -106,6 +106,49 @@ void PlanChunks(const AttentionGroup& g, size_t call_tasks, GroupPlan& p) {
   p.n_chunks = std::max(1u, CeilDiv(p.n_windows, p.chunk_windows));
 }
 
+internal::RopeView ViewRope(const RopeTable* table) {
+  internal::RopeView v{};
+  if (table == nullptr || table->params().pairing == RopePairing::kNone || table->n_pairs() == 0)
+    return v;
+  const uint32_t channels = internal::ActiveKeyChannels();
+  v.coarse = table->coarse();
+  v.fine = table->fine();
+  v.step = table->steps(channels);
+  v.step_zero = table->zero_steps(channels);
+  v.basis = table->basis();
+  v.middle = table->middle();
+  v.n_fast = table->n_fast();
+  v.n_blocks = table->n_blocks();
+  v.stride = table->stride();
+  v.n_pairs = table->n_pairs();
+  v.offset = table->params().offset;
+  v.halves = table->params().pairing == RopePairing::kHalves;
+  return v;
+}
+
+void LayoutTokenScratch(const AttentionShape& s, const GroupPlan& p, Carver& carver, Scratch& r) {
+  uint32_t k_places = 0, v_places = 0;
+  for (uint32_t h = 0; h < s.n_kv_heads; ++h) {
+    k_places = std::max(k_places, s.token[h].k.n_places);
+    v_places = std::max(v_places, s.token[h].v.n_places);
+  }
+  const size_t n = p.block_vec;
+  constexpr uint32_t kSpare = 32;  // a unit without a partner writes one more
+  r.token_stride = PadLanes(v_places + kSpare) + internal::kPad;
+  if (p.prompt) {
+    r.token_values = carver.Take<float>(r.token_stride);
+    return;
+  }
+  r.q_bytes = carver.Take<int8_t>(n * PadLanes(k_places));
+  r.token_o = carver.Take<float>(n * r.token_stride);
+  r.weights = carver.Take<int16_t>(n * kTile);
+  if (s.token->k.mean == nullptr) return;
+  const internal::RopeView rope = ViewRope(s.rope);
+  r.mean_q = carver.Take<float>(n * 2 * PadLanes(rope.n_pairs));
+  r.mean_terms = carver.Take<float>(n * (2 * size_t{rope.n_fast} + 4) + internal::kPad);
+  r.mean_scores = carver.Take<float>(2 * n * kTile);
+}
+
 /// Scratch for blocks of the plan's largest size.
 Scratch LayoutScratch(const AttentionGroup& g, const GroupPlan& p, Carver& carver) {
   const AttentionShape& s = *g.shape;
@@ -128,6 +171,7 @@ Scratch LayoutScratch(const AttentionGroup& g, const GroupPlan& p, Carver& carve
     r.k_tile = carver.Take<float>(d * std::max(s.window, 8u) + internal::kPad);
   }
   if (p.want_mass) r.tile_max = carver.Take<float>(n * tiles);
+  if (s.token != nullptr) LayoutTokenScratch(s, p, carver, r);
   return r;
 }
 
@@ -142,22 +186,6 @@ BlockState LayoutState(const AttentionGroup& g, const GroupPlan& p, uint32_t n_v
   return s;
 }
 
-internal::RopeView ViewRope(const RopeTable* table) {
-  internal::RopeView v{};
-  if (table == nullptr || table->params().pairing == RopePairing::kNone || table->n_pairs() == 0)
-    return v;
-  const uint32_t channels = internal::ActiveKeyChannels();
-  v.coarse = table->coarse();
-  v.fine = table->fine();
-  v.step = table->steps(channels);
-  v.step_zero = table->zero_steps(channels);
-  v.stride = table->stride();
-  v.n_pairs = table->n_pairs();
-  v.offset = table->params().offset;
-  v.halves = table->params().pairing == RopePairing::kHalves;
-  return v;
-}
-
 HeadArgs MakeHead(const AttentionGroup& g, uint32_t kv_head) {
   const AttentionShape& s = *g.shape;
   HeadArgs h{};
@@ -168,10 +196,14 @@ HeadArgs MakeHead(const AttentionGroup& g, uint32_t kv_head) {
   h.tile_windows = kTile / s.window;
   h.elem_k = s.elem_k;
   h.elem_v = s.elem_v;
-  for (int i = 0; i < 3; ++i) h.head_offset[i] = kv_head * s.head_bytes[i];
+  for (uint32_t i = 0; i < kWindowFormats; ++i) {
+    h.head_offset[i] = kv_head * s.head_bytes[i];
+    h.head_bytes[i] = static_cast<uint32_t>(s.head_bytes[i]);
+  }
   h.scale = s.scale;
   h.softcap = s.softcap;
   h.rope = ViewRope(s.rope);
+  h.token = s.token != nullptr ? s.token + kv_head : nullptr;
   h.n_gqa = s.n_gqa;
   h.first_head = kv_head * s.n_gqa;
   h.q = g.q;
@@ -411,6 +443,11 @@ size_t FullHeadBytes(uint32_t window, uint32_t head_dim, uint32_t head_dim_v) {
 size_t PackedHeadBytes(uint32_t bits, uint32_t window, uint32_t head_dim, uint32_t head_dim_v) {
   const size_t codes = size_t{window} * (size_t{head_dim} + head_dim_v) * bits / 8;
   return codes + (size_t{head_dim} + window) * 2 * sizeof(uint16_t);
+}
+
+size_t TokenHeadBytes(uint32_t window, const TokenCode& code) {
+  return TokenCodeBytes(window, code.k.n_words, code.k.has_zero) +
+         TokenCodeBytes(window, code.v.n_words, code.v.has_zero);
 }
 
 Workspace::~Workspace() { std::free(data_); }

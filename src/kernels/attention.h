@@ -14,6 +14,7 @@
 //            V grid  scale f16 [W], zero f16 [W]
 //            value = code * scale + zero; packed keys are stored before RoPE and rotated by the
 //            kernel.
+//   token    every token by itself, keys after RoPE: see kernels/token_code.h (W >= 8)
 // D and Dv are multiples of 8 up to 512; W is 1, 2, 4, 8, 16 or 32.
 #pragma once
 
@@ -25,10 +26,12 @@
 #include "base/half.h"
 #include "base/parallel.h"
 #include "base/rope.h"
+#include "kernels/token_code.h"
 
 namespace qevict::kernels {
 
-enum class WindowFormat : uint8_t { kFull, kPacked2, kPacked4 };
+enum class WindowFormat : uint8_t { kFull, kPacked2, kPacked4, kToken };
+inline constexpr uint32_t kWindowFormats = 4;
 
 /// One window of a layer. `data` points at the first kv head's block; kv head h is at data + h *
 /// head_bytes[format]. Lifetime: borrowed for the call.
@@ -53,13 +56,14 @@ struct AttentionShape {
   Elem elem_k = Elem::kF16;
   Elem elem_v = Elem::kF16;
   /// Bytes of one kv head's block per WindowFormat; see FullHeadBytes, PackedHeadBytes.
-  size_t head_bytes[3] = {0, 0, 0};
+  size_t head_bytes[kWindowFormats] = {};
   float scale = 1.0f;               ///< multiplies q.k
   float softcap = 0.0f;             ///< > 0: s = softcap * tanh(s / softcap), after the scale
   const float* slopes = nullptr;    ///< [n_heads] factor of `bias` (ALiBi), or null = 1
   const float* sinks = nullptr;     ///< [n_heads] attention-sink logits: one more exp(sink) in each
                                     ///< denominator, or null
   const RopeTable* rope = nullptr;  ///< null: packed keys are not rotated
+  const TokenCode* token = nullptr;  ///< [n_kv_heads] codes of kToken windows
 };
 
 /// Query rows that look at the same list of windows (rows of one sequence). Query head index =
@@ -91,6 +95,7 @@ struct AttentionGroup {
 /// Bytes of one kv head's block.
 size_t FullHeadBytes(uint32_t window, uint32_t head_dim, uint32_t head_dim_v);
 size_t PackedHeadBytes(uint32_t bits, uint32_t window, uint32_t head_dim, uint32_t head_dim_v);
+size_t TokenHeadBytes(uint32_t window, const TokenCode& code);
 
 /// Scratch of the kernels, grown on demand and kept; one per caller, not thread-safe.
 class Workspace {
@@ -116,7 +121,7 @@ class Workspace {
 bool Attend(std::span<const AttentionGroup> groups, ParallelFor& pool, Workspace& workspace);
 
 /// ISA levels, in rising order; the active one is the best the CPU has, or what QEVICT_SIMD names.
-enum class Isa : uint8_t { kScalar, kAvx2, kAvx512, kNeon };
+enum class Isa : uint8_t { kScalar, kAvx2, kAvx512, kAvx512Vnni, kNeon, kNeonDot };
 Isa ActiveIsa();
 const char* IsaName(Isa isa);
 bool IsaSupported(Isa isa);
@@ -124,5 +129,7 @@ bool IsaSupported(Isa isa);
 std::string_view RefusedIsa();
 /// Forces an ISA for tests and `QEVICT_SIMD`; false if the CPU lacks it (nothing changes).
 bool ForceIsa(Isa isa);
+inline constexpr Isa kAllIsas[] = {Isa::kScalar,     Isa::kAvx2, Isa::kAvx512,
+                                   Isa::kAvx512Vnni, Isa::kNeon, Isa::kNeonDot};
 
 }  // namespace qevict::kernels

@@ -5,6 +5,6 @@
 
 namespace qevict::kernels::internal {
 
-const KernelTable kAvx2Table = {AttendBlock<SimdAvx2>, MergeBlock<SimdAvx2>};
+const KernelTable kAvx2Table = {AttendBlock<SimdAvx2>, MergeBlock<SimdAvx2>, SimdAvx2::kChannels};
 
 }  // namespace qevict::kernels::internal

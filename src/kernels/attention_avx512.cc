@@ -9,6 +9,7 @@
 
 namespace qevict::kernels::internal {
 
-const KernelTable kAvx512Table = {AttendBlock<SimdAvx512>, MergeBlock<SimdAvx512>};
+const KernelTable kAvx512Table = {AttendBlock<SimdAvx512>, MergeBlock<SimdAvx512>,
+                                  SimdAvx512::kChannels};
 
 }  // namespace qevict::kernels::internal

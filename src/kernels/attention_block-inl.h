@@ -6,15 +6,21 @@
 
 #include "kernels/attention_prompt-inl.h"
 #include "kernels/attention_softmax-inl.h"
+#include "kernels/attention_token_block-inl.h"
 
 namespace qevict::kernels::internal {
 
 template <class S>
 class Block {
  public:
-  explicit Block(const BlockArgs& args) : a_(args), h_(*args.head), s_(args.scratch) {
-    for (uint32_t i = 0; i < a_.n_win; ++i)
-      (Window(i).format == WindowFormat::kFull ? has_full_ : has_packed_) = true;
+  explicit Block(const BlockArgs& args)
+      : a_(args), h_(*args.head), s_(args.scratch), tokens_(args) {
+    for (uint32_t i = 0; i < a_.n_win; ++i) {
+      const WindowFormat format = Window(i).format;
+      (format == WindowFormat::kFull    ? has_full_
+       : format == WindowFormat::kToken ? has_tokens_
+                                        : has_packed_) = true;
+    }
   }
 
   void Run() {
@@ -25,6 +31,7 @@ class Block {
       const uint32_t left = a_.n_win - first;
       RunTile(first, left < step ? left : step, tile);
     }
+    if (has_tokens_ && !a_.prompt) tokens_.Join(a_.state.o);
     if (a_.state.mass != nullptr) RescaleMasses();
   }
 
@@ -51,7 +58,9 @@ class Block {
       for (uint32_t c = 0; c < d; ++c) q[c] = src[c] * h_.scale;
       if (!a_.prompt && (has_full_ || !PackedInPlace())) ExpandQuery(q, m);
     }
-    if (a_.prompt || !has_packed_ || !PackedInPlace()) return;
+    if (a_.prompt) return;
+    if (has_tokens_) tokens_.Prepare();
+    if (!has_packed_ || !PackedInPlace()) return;
     ForBlocks(0, a_.n_vec,
               [&](uint32_t m, auto block) { InterleaveQueries(m, decltype(block)::value); });
   }
@@ -130,9 +139,11 @@ class Block {
       SkipMasses(first, n_win, tile);
       return;
     }
+    const TokenTile tokens = ListTokenTile(first, n_win, seen);
     if (a_.prompt) {
+      if (tokens.n != 0) tokens_.DecodeKeys(tokens, s_.k_tile);
       for (uint32_t i = 0; i < n_win; ++i) {
-        if (WindowBits(seen, i) == 0) continue;
+        if (WindowBits(seen, i) == 0 || Window(first + i).format == WindowFormat::kToken) continue;
         DecodeKeys<S>(h_, Window(first + i), NextWindow(first + i), s_.coef,
                       s_.k_tile + i * h_.window);
       }
@@ -140,13 +151,25 @@ class Block {
                      h_.head_dim);
     } else {
       ScoreTile(first, n_win, seen);
+      if (tokens.n != 0) tokens_.Score(tokens);
     }
     Softmax(first, n_win, tile);
     if (a_.prompt) {
+      if (tokens.n != 0) tokens_.DecodeValues(tokens, seen, s_.v_tile);
       AddTile(first, n_win, seen, same);
     } else {
       AddRuns(first, n_win);
+      if (tokens.n != 0) tokens_.Add(tokens, seen);
     }
+  }
+
+  TokenTile ListTokenTile(uint32_t first, uint32_t n_win, uint64_t seen) const {
+    TokenTile tile;
+    for (uint32_t i = 0; has_tokens_ && i < n_win; ++i) {
+      const WindowRef& w = Window(first + i);
+      if (w.format == WindowFormat::kToken) tile.List(h_, w, i * h_.window, WindowBits(seen, i));
+    }
+    return tile;
   }
 
   void SkipMasses(uint32_t first, uint32_t n_win, uint32_t tile) {
@@ -173,7 +196,9 @@ class Block {
     if (!has_packed_) return;
     for (uint32_t i = 0; i < n_win; ++i) {
       const WindowRef& w = Window(first + i);
-      if (w.format == WindowFormat::kFull || WindowBits(seen, i) == 0) continue;
+      if (w.format == WindowFormat::kFull || w.format == WindowFormat::kToken ||
+          WindowBits(seen, i) == 0)
+        continue;
       if (PackedInPlace()) {
         ScorePackedWindow(w, i * h_.window, NextWindow(first + i));
       } else {
@@ -225,10 +250,7 @@ class Block {
   Ahead Next(uint32_t i, uint32_t part, uint32_t parts, uint32_t iterations) const {
     if (i + h_.tile_windows >= a_.n_win || iterations == 0) return {Window(i).data, 0, 0};
     const WindowRef& w = Window(i + h_.tile_windows);
-    const uint32_t bits =
-        w.format == WindowFormat::kFull ? 16 : 2 * static_cast<uint32_t>(w.format);
-    const uint32_t grids = bits == 16 ? 0 : (h_.head_dim + h_.window) * 4;
-    const uint32_t bytes = (h_.window * (h_.head_dim + h_.head_dim_v) * bits / 8 + grids) / parts;
+    const uint32_t bytes = h_.head_bytes[static_cast<int>(w.format)] / parts;
     return {w.data + h_.head_offset[static_cast<int>(w.format)] + part * bytes, bytes / 2,
             (bytes / 2 + iterations - 1) / iterations};
   }
@@ -303,7 +325,8 @@ class Block {
         format = w.format;
       }
       const uint32_t window_bits = WindowBits(bits, i);
-      if (window_bits != 0) ListTokens<S>(h_, w, i * h_.window, window_bits, list);
+      if (window_bits != 0 && format != WindowFormat::kToken)
+        ListTokens<S>(h_, w, i * h_.window, window_bits, list);
     }
     f(format, list);
   }
@@ -322,7 +345,10 @@ class Block {
       const LogitArgs logit{h_.softcap, TileBias(m, first, n_win, tail),
                             h_.slopes != nullptr ? h_.slopes[Head(m)] : 1.0f};
       const float factor = SoftmaxTile<S>(scores, s_.bits[m], logit, a_.state.m[m], a_.state.l[m]);
-      if (factor != 1.0f) Rescale(a_.state.o + static_cast<size_t>(m) * h_.dv_pad, factor);
+      if (factor != 1.0f) {
+        Rescale(a_.state.o + static_cast<size_t>(m) * h_.dv_pad, factor);
+        if (has_tokens_ && !a_.prompt) tokens_.Rescale(m, factor);
+      }
       if (a_.state.mass == nullptr) continue;
       if (Counts(m)) {
         WindowSums<S>(scores, h_.window, n_win, a_.state.mass + m * a_.state.mass_stride + first);
@@ -386,7 +412,8 @@ class Block {
   const BlockArgs& a_;
   const HeadArgs& h_;
   const Scratch& s_;
-  bool has_full_ = false, has_packed_ = false;
+  TokenPart<S> tokens_;
+  bool has_full_ = false, has_packed_ = false, has_tokens_ = false;
 };
 
 template <class S>

@@ -32,6 +32,10 @@ struct RopeView {
   const float*
       step;  ///< [n_pairs / channels per vector][2 (cos, sin)][lanes], for the kernel's lane order
   const float* step_zero;  ///< the same for a step of 0
+  const float* basis;      ///< RopeTable::basis, middle
+  const float* middle;
+  uint32_t n_fast;
+  uint32_t n_blocks;  ///< of 64 positions that `coarse` covers
   uint32_t stride;
   uint32_t n_pairs;
   uint32_t offset;
@@ -46,9 +50,11 @@ struct HeadArgs {
   uint32_t window;        ///< W
   uint32_t tile_windows;  ///< kTile / W
   Elem elem_k, elem_v;
-  size_t head_offset[3];  ///< of this kv head's block from WindowRef::data, per format
+  size_t head_offset[kWindowFormats];  ///< of this kv head's block from WindowRef::data, per format
+  uint32_t head_bytes[kWindowFormats];
   float scale, softcap;
   RopeView rope;
+  const TokenCode* token;  ///< of this kv head, or null
   uint32_t n_gqa, first_head;
   const float* q;
   size_t q_row_stride, q_head_stride;
@@ -90,6 +96,15 @@ struct Scratch {
       tile_max;  ///< [n_vec][tiles of the chunk] running maximum that a tile's masses were taken at
   uint64_t* bits;  ///< [n_vec] visible tokens of the tile
   uint32_t* rows;  ///< [n_vec] row of the group
+  // Token codes; null without.
+  int8_t* q_bytes;      ///< decode: [n_vec][PadLanes(K places)]
+  float* token_o;       ///< decode: [n_vec][token_stride] output in places, then the zeros' sum
+  int16_t* weights;     ///< decode: [n_vec][kTile]
+  float* token_values;  ///< prompt: one value in places
+  float* mean_q;        ///< decode: [n_vec][2][PadLanes(n_pairs)] products of query and key mean
+  float* mean_terms;    ///< decode: [n_vec][2 n_fast + 4], see RopeTable::basis
+  float* mean_scores;   ///< decode: [2][n_vec][64] of the last even and the last odd block
+  uint32_t token_stride;
 };
 
 struct BlockArgs {
@@ -115,6 +130,7 @@ struct MergeArgs {
 struct KernelTable {
   void (*attend)(const BlockArgs&);
   void (*merge)(const MergeArgs&);
+  uint32_t key_channels;  ///< per vector of the packed key order (SimdX::kChannels)
 };
 
 extern const KernelTable kScalarTable;
@@ -124,12 +140,17 @@ extern const KernelTable kAvx2Table;
 #ifdef QEVICT_HAVE_AVX512
 extern const KernelTable kAvx512Table;
 #endif
+#ifdef QEVICT_HAVE_AVX512VNNI
+extern const KernelTable kAvx512VnniTable;
+#endif
 #ifdef QEVICT_HAVE_NEON
 extern const KernelTable kNeonTable;
 #endif
+#ifdef QEVICT_HAVE_NEONDOT
+extern const KernelTable kNeonDotTable;
+#endif
 
-/// Kernels of the active ISA, and the channels per vector of its packed key order
-/// (SimdX::kChannels).
+/// Kernels of the active ISA.
 const KernelTable& ActiveTable();
 uint32_t ActiveKeyChannels();
 

@@ -5,6 +5,6 @@
 
 namespace qevict::kernels::internal {
 
-const KernelTable kNeonTable = {AttendBlock<SimdNeon>, MergeBlock<SimdNeon>};
+const KernelTable kNeonTable = {AttendBlock<SimdNeon>, MergeBlock<SimdNeon>, SimdNeon::kChannels};
 
 }  // namespace qevict::kernels::internal

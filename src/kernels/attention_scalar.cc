@@ -5,6 +5,7 @@
 
 namespace qevict::kernels::internal {
 
-const KernelTable kScalarTable = {AttendBlock<SimdScalar>, MergeBlock<SimdScalar>};
+const KernelTable kScalarTable = {AttendBlock<SimdScalar>, MergeBlock<SimdScalar>,
+                                  SimdScalar::kChannels};
 
 }  // namespace qevict::kernels::internal

@@ -215,7 +215,9 @@ ProblemParams RandomParams(uint64_t seed) {
   p.n_windows = pick(1, 2, 7, 9, 20, 40, 70);
   p.elem_k = pick(0, 1) == 0 ? Elem::kF16 : Elem::kBF16;
   p.elem_v = pick(0, 1) == 0 ? Elem::kF16 : Elem::kBF16;
-  p.formats = static_cast<Formats>(pick(0, 1, 2, 3, 3));
+  constexpr Formats kPicked[] = {Formats::kFull, Formats::kPacked2, Formats::kPacked4,
+                                 Formats::kMixed};
+  p.formats = kPicked[pick(0, 1, 2, 3, 3)];
   p.mask = static_cast<Mask>(pick(0, 1, 2, 3));
   p.rope.pairing = pick(0, 1) == 0 ? RopePairing::kHalves : RopePairing::kInterleaved;
   p.rope.n_dims = p.head_dim / pick(1, 1, 2, 4) / 2 * 2;

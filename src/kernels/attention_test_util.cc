@@ -8,6 +8,7 @@
 #include <sstream>
 
 #include "base/half.h"
+#include "kernels/attention_internal.h"
 
 namespace qevict::kernels {
 namespace {
@@ -22,7 +23,7 @@ void Write16(std::vector<uint8_t>& block, size_t offset, uint16_t value) {
 
 std::vector<Isa> AllIsas() {
   std::vector<Isa> isas;
-  for (Isa isa : {Isa::kScalar, Isa::kAvx2, Isa::kAvx512, Isa::kNeon}) {
+  for (Isa isa : kAllIsas) {
     if (IsaSupported(isa)) isas.push_back(isa);
   }
   return isas;
@@ -31,12 +32,13 @@ std::vector<Isa> AllIsas() {
 std::string ProblemParams::Name() const {
   std::ostringstream s;
   s << "heads " << n_kv_heads << "x" << n_gqa << " D " << head_dim << "/" << head_dim_v << " W "
-    << window << " rows " << n_rows << " windows " << n_windows << " elem " << int(elem_k)
-    << int(elem_v) << " formats " << int(formats) << " mask " << int(mask) << " rope " << use_rope
-    << " pairing " << int(rope.pairing) << " dims " << rope.n_dims << "+" << rope.offset << " pos "
-    << first_pos << " shared " << shared_positions << " softcap " << softcap << " bias " << bias
-    << " slopes " << slopes << " sinks " << sinks << " blind " << blind_row << " first "
-    << mass_first_row << " gap " << head_gap << " seed " << seed;
+    << window << " token " << token_k.size() << "/" << token_v.size() << " " << token_bits
+    << token_zero << token_mean << " rows " << n_rows << " windows " << n_windows << " elem "
+    << int(elem_k) << int(elem_v) << " formats " << int(formats) << " mask " << int(mask)
+    << " rope " << use_rope << " pairing " << int(rope.pairing) << " dims " << rope.n_dims << "+"
+    << rope.offset << " pos " << first_pos << " shared " << shared_positions << " softcap "
+    << softcap << " bias " << bias << " slopes " << slopes << " sinks " << sinks << " blind "
+    << blind_row << " first " << mass_first_row << " gap " << head_gap << " seed " << seed;
   return s.str();
 }
 
@@ -44,6 +46,7 @@ Problem::Problem(const ProblemParams& params) : params_(params), rng_(params.see
   const ProblemParams& p = params_;
   const uint32_t n_heads = p.n_kv_heads * p.n_gqa;
   rope_ = std::make_unique<RopeTable>(p.rope);
+  if (p.token_mean) rope_->AddBasis();
   const int64_t last = int64_t{p.first_pos} + int64_t{p.n_windows} * p.window + 64;
   rope_->Grow(static_cast<int32_t>(std::max(std::abs(int64_t{p.first_pos}), std::abs(last))));
   shape_.n_kv_heads = p.n_kv_heads;
@@ -56,6 +59,7 @@ Problem::Problem(const ProblemParams& params) : params_(params), rng_(params.see
   shape_.head_bytes[0] = FullHeadBytes(p.window, p.head_dim, p.head_dim_v) + p.head_gap;
   shape_.head_bytes[1] = PackedHeadBytes(2, p.window, p.head_dim, p.head_dim_v) + p.head_gap;
   shape_.head_bytes[2] = PackedHeadBytes(4, p.window, p.head_dim, p.head_dim_v) + p.head_gap;
+  if (p.window % 8 == 0) MakeTokenCodes();
   shape_.scale = 1.0f / std::sqrt(static_cast<float>(p.head_dim));
   shape_.softcap = p.softcap;
   for (uint32_t h = 0; h < n_heads; ++h) {
@@ -148,9 +152,9 @@ void Problem::MakeWindows() {
       if (i % 4 == 1) w.pos0 = 0;
     }
     const WindowFormat mixed[] = {WindowFormat::kFull, WindowFormat::kPacked2,
-                                  WindowFormat::kPacked4};
-    w.format =
-        p.formats == Formats::kMixed ? mixed[rng_() % 3] : mixed[static_cast<int>(p.formats)];
+                                  WindowFormat::kPacked4, WindowFormat::kToken};
+    w.format = p.formats == Formats::kMixed ? mixed[rng_() % (p.window % 8 == 0 ? 4 : 3)]
+                                            : mixed[static_cast<int>(p.formats)];
     const size_t stride = shape_.head_bytes[static_cast<int>(w.format)];
     blocks_.emplace_back(stride * p.n_kv_heads - p.head_gap, uint8_t{0xFF});
     w.data = blocks_.back().data();
@@ -158,6 +162,8 @@ void Problem::MakeWindows() {
     for (uint32_t h = 0; h < p.n_kv_heads; ++h) {
       if (w.format == WindowFormat::kFull) {
         FillFull(i, h);
+      } else if (w.format == WindowFormat::kToken) {
+        FillTokens(i, h);
       } else {
         FillPacked(i, h);
       }
@@ -220,6 +226,82 @@ void Problem::FillPacked(size_t window, uint32_t kv_head) {
   }
 }
 
+void Problem::MakeTokenCodes() {
+  const ProblemParams& p = params_;
+  const auto uniform = [&p](uint32_t dim) {
+    const uint32_t places = PlacesOfUnit(p.token_bits);
+    return std::vector<TokenSegment>{
+        {static_cast<uint8_t>(p.token_bits), static_cast<uint16_t>((dim + places - 1) / places)}};
+  };
+  for (uint32_t h = 0; h < p.n_kv_heads; ++h) {
+    codes_.push_back(
+        {MakeVectorCode(p.head_dim, p.token_k.empty() ? uniform(p.head_dim) : p.token_k),
+         MakeVectorCode(p.head_dim_v, p.token_v.empty() ? uniform(p.head_dim_v) : p.token_v)});
+  }
+  shape_.token = codes_.data();
+  shape_.head_bytes[3] = TokenHeadBytes(p.window, codes_[0]) + p.head_gap;
+}
+
+VectorCode Problem::MakeVectorCode(uint32_t dim, const std::vector<TokenSegment>& segments) {
+  const bool ordered = params_.token_k.empty() && params_.token_v.empty();
+  VectorCode code;
+  code.has_zero = params_.token_zero;
+  code.center = params_.token_zero ? 0 : 63;
+  for (const TokenSegment& s : segments) {
+    uint8_t* levels = code.levels[code.n_segments];
+    const uint32_t last = s.bits == 8 ? 0 : (1u << s.bits) - 1;
+    for (uint32_t i = 0; i <= last; ++i)
+      levels[i] = static_cast<uint8_t>(ordered ? i : i * 126 / std::max(last, 1u));
+    code.segments[code.n_segments++] = s;
+    code.n_words += s.n_units * WordsOfUnit(s.bits);
+    code.n_places += s.n_units * PlacesOfUnit(s.bits);
+  }
+  std::vector<uint16_t> channels(dim);
+  std::iota(channels.begin(), channels.end(), uint16_t{0});
+  if (!ordered) std::shuffle(channels.begin(), channels.end(), rng_);
+  steps_.push_back(std::make_unique<std::vector<float>>(code.n_places, 0.0f));
+  channels_.push_back(std::make_unique<std::vector<uint16_t>>(code.n_places, uint16_t{0xFFFF}));
+  uint32_t place = 0, channel = 0;
+  for (uint32_t i = 0; i < code.n_segments; ++i) {
+    const TokenSegment& s = code.segments[i];
+    // The first segments are filled; the last one ends with padding if there are places left.
+    for (uint32_t j = 0; j < s.n_units * PlacesOfUnit(s.bits); ++j, ++place) {
+      if (channel == dim) continue;
+      const float largest = ordered ? 1.0f : static_cast<float>(s.bits == 8 ? 255 : 126) / 3.0f;
+      (*steps_.back())[place] = (ordered ? 1.0f : 0.5f + std::abs(Normal())) / largest;
+      (*channels_.back())[place] = channels[channel++];
+    }
+  }
+  if (params_.token_mean) {
+    means_.push_back(std::make_unique<std::vector<float>>(dim));
+    for (float& x : *means_.back()) x = 2.0f * Normal();
+    code.mean = means_.back()->data();
+  }
+  code.step = steps_.back()->data();
+  code.channel = channels_.back()->data();
+  return code;
+}
+
+void Problem::FillTokens(size_t window, uint32_t kv_head) {
+  const ProblemParams& p = params_;
+  std::vector<uint8_t>& block = blocks_[window];
+  const uint32_t seen = SeenBits(window);
+  size_t at = kv_head * shape_.head_bytes[3];
+  for (const VectorCode* code : {&codes_[kv_head].k, &codes_[kv_head].v}) {
+    const size_t words = size_t{p.window} * code->n_words * 4;
+    for (size_t i = 0; i < words; ++i) block[at + i] = static_cast<uint8_t>(rng_());
+    at += words;
+    const bool ordered = p.token_k.empty() && p.token_v.empty();
+    const float levels = ordered ? static_cast<float>((1u << p.token_bits) - 1) : 1.0f;
+    for (uint32_t t = 0; t < p.window; ++t) {
+      if (((seen >> t) & 1u) == 0) continue;
+      Write16(block, at + 2 * t, F32ToF16((1.0f + std::abs(Normal())) / levels));
+      if (code->has_zero) Write16(block, at + 2 * (p.window + t), F32ToF16(Normal() - 1.0f));
+    }
+    at += size_t{p.window} * (code->has_zero ? 4 : 2);
+  }
+}
+
 void Problem::Clear() {
   out_.assign(params_.n_rows * group_.out_row_stride, -777.0f);
   group_.out = out_.data();
@@ -242,6 +324,10 @@ std::string Problem::CompareWith(const ReferenceResult& want) const {
   double v_max = 0.0, magnitude = 0.0;
   for (double x : want.out) v_max = std::max(v_max, std::abs(x));
   v_max = std::max(v_max, 6.0);
+  // Weights of token codes have 15 bits below the largest of a tile.
+  const bool integers = shape_.token != nullptr && p.n_rows * p.n_gqa <= internal::kDecodeVectors &&
+                        (p.formats == Formats::kToken || p.formats == Formats::kMixed);
+  const double weight_bound = integers ? 3e-4 : 0.0;
   // Rounding errors of a sum of D terms are a random walk: about sqrt(D) / 2 eps times the sum of
   // magnitudes is out of its reach, as the terms are far smaller than their sum. A weight is off by
   // twice its logit's error, relatively; sums over n tokens add sqrt(n) / 2, and the few roundings
@@ -254,7 +340,8 @@ std::string Problem::CompareWith(const ReferenceResult& want) const {
     for (uint32_t h = 0; h < n_heads; ++h) {
       const size_t index = size_t{r} * n_heads + h;
       magnitude = std::max(magnitude, want.magnitude[index]);
-      const double bound = kEpsilon * (logit_eps * want.magnitude[index] + sum_eps) * v_max;
+      const double bound =
+          (kEpsilon * (logit_eps * want.magnitude[index] + sum_eps) + weight_bound) * v_max;
       for (uint32_t c = 0; c < p.head_dim_v; ++c) {
         const double got = out_[r * group_.out_row_stride + h * group_.out_head_stride + c];
         const double ref = want.out[index * p.head_dim_v + c];

@@ -15,7 +15,7 @@
 
 namespace qevict::kernels {
 
-enum class Formats : uint8_t { kFull, kPacked2, kPacked4, kMixed };
+enum class Formats : uint8_t { kFull, kPacked2, kPacked4, kToken, kMixed };
 enum class Mask : uint8_t { kAll, kPartialLast, kCausal, kHoles };
 
 struct ProblemParams {
@@ -23,6 +23,12 @@ struct ProblemParams {
            n_windows = 9;
   Elem elem_k = Elem::kF16, elem_v = Elem::kF16;
   Formats formats = Formats::kFull;
+  /// Of token codes: units of 8, 4, 3, 2 and 1 bits for keys and values, each kv head with another
+  /// order of channels; empty: `token_bits` for all channels, in order.
+  std::vector<TokenSegment> token_k, token_v;
+  uint32_t token_bits = 2;
+  bool token_zero = true;
+  bool token_mean = false;
   Mask mask = Mask::kAll;
   RopeParams rope = HalvesOf64();
   bool use_rope = true;
@@ -75,6 +81,9 @@ class Problem {
   void MakeMask();
   void FillFull(size_t window, uint32_t kv_head);
   void FillPacked(size_t window, uint32_t kv_head);
+  void MakeTokenCodes();
+  VectorCode MakeVectorCode(uint32_t dim, const std::vector<TokenSegment>& segments);
+  void FillTokens(size_t window, uint32_t kv_head);
   uint32_t SeenBits(size_t window) const;
   float Normal() { return normal_(rng_); }
 
@@ -84,6 +93,9 @@ class Problem {
   std::unique_ptr<RopeTable> rope_;
   AttentionShape shape_;
   AttentionGroup group_;
+  std::vector<TokenCode> codes_;
+  std::vector<std::unique_ptr<std::vector<float>>> steps_, means_;
+  std::vector<std::unique_ptr<std::vector<uint16_t>>> channels_;
   std::vector<WindowRef> windows_;
   std::vector<std::vector<uint8_t>> blocks_;  // one exact allocation per window
   Workspace scattered_;                       // or all of them

@@ -7,7 +7,7 @@
 namespace qevict::kernels {
 
 const char* FormatsName(Formats formats) {
-  constexpr const char* kNames[] = {"full", "packed2", "packed4", "mixed"};
+  constexpr const char* kNames[] = {"full", "packed2", "packed4", "token", "mixed"};
   return kNames[static_cast<int>(formats)];
 }
 

@@ -14,8 +14,8 @@ struct LayerShape {
   RopePairing pairing = RopePairing::kHalves;
 };
 inline constexpr Formats kAllFormats[] = {Formats::kFull, Formats::kPacked2, Formats::kPacked4,
-                                          Formats::kMixed};
-/// "full", "packed2", "packed4", "mixed".
+                                          Formats::kToken, Formats::kMixed};
+/// "full", "packed2", "packed4", "token" (of 2 bits), "mixed".
 const char* FormatsName(Formats formats);
 
 /// `rows` query rows at the end of `n_tokens` tokens (whole windows), causal, masses on.

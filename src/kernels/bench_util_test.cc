@@ -19,8 +19,11 @@ TEST(BenchUtilTest, PlainResultIsTheReference) {
     const PlainResult got =
         AttendPlain(kShape, QueryRow(problem), StoredRows(problem), problem.params().window);
     ASSERT_EQ(got.out.size(), want.out.size());
-    for (size_t i = 0; i < want.out.size(); ++i) EXPECT_NEAR(got.out[i], want.out[i], 1e-5);
-    for (size_t i = 0; i < want.mass.size(); ++i) EXPECT_NEAR(got.mass[i], want.mass[i], 1e-5);
+    // The reference rounds queries for token codes to 8 bits, as the kernels do.
+    const bool rounds = formats == Formats::kToken || formats == Formats::kMixed;
+    const double bound = rounds ? 5e-2 : 1e-5;
+    for (size_t i = 0; i < want.out.size(); ++i) EXPECT_NEAR(got.out[i], want.out[i], bound);
+    for (size_t i = 0; i < want.mass.size(); ++i) EXPECT_NEAR(got.mass[i], want.mass[i], bound);
   }
 }
 

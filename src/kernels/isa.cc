@@ -6,6 +6,9 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 
 #include "kernels/attention.h"
@@ -13,8 +16,6 @@
 
 namespace qevict::kernels {
 namespace {
-
-constexpr Isa kAll[] = {Isa::kScalar, Isa::kAvx2, Isa::kAvx512, Isa::kNeon};
 
 /// Null where this build has no kernels for it.
 const internal::KernelTable* Table(Isa isa) {
@@ -29,9 +30,17 @@ const internal::KernelTable* Table(Isa isa) {
     case Isa::kAvx512:
       return &internal::kAvx512Table;
 #endif
+#ifdef QEVICT_HAVE_AVX512VNNI
+    case Isa::kAvx512Vnni:
+      return &internal::kAvx512VnniTable;
+#endif
 #ifdef QEVICT_HAVE_NEON
     case Isa::kNeon:
       return &internal::kNeonTable;
+#endif
+#ifdef QEVICT_HAVE_NEONDOT
+    case Isa::kNeonDot:
+      return &internal::kNeonDotTable;
 #endif
     default:
       return nullptr;
@@ -50,13 +59,15 @@ bool CpuHas(Isa isa) {
 #if defined(__x86_64__)
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && HasF16c();
   if (isa == Isa::kAvx2) return avx2;
-  if (isa == Isa::kAvx512) {
-    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  }
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl");
+  if (isa == Isa::kAvx512) return avx512;
+  if (isa == Isa::kAvx512Vnni) return avx512 && __builtin_cpu_supports("avx512vnni");
   return isa == Isa::kScalar;
 #elif defined(__aarch64__)
-  return isa == Isa::kScalar || isa == Isa::kNeon;
+  return isa == Isa::kScalar || isa == Isa::kNeon ||
+         (isa == Isa::kNeonDot && (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0);
 #else
   return isa == Isa::kScalar;
 #endif
@@ -64,7 +75,7 @@ bool CpuHas(Isa isa) {
 
 Isa Best() {
   Isa best = Isa::kScalar;
-  for (Isa isa : kAll) {
+  for (Isa isa : kAllIsas) {
     if (IsaSupported(isa)) best = isa;
   }
   return best;
@@ -76,7 +87,7 @@ std::string_view Requested() {
 }
 
 bool Find(std::string_view name, Isa& found) {
-  for (Isa isa : kAll) {
+  for (Isa isa : kAllIsas) {
     if (name != IsaName(isa) || !IsaSupported(isa)) continue;
     found = isa;
     return true;
@@ -112,8 +123,12 @@ const char* IsaName(Isa isa) {
       return "avx2";
     case Isa::kAvx512:
       return "avx512";
+    case Isa::kAvx512Vnni:
+      return "avx512vnni";
     case Isa::kNeon:
       return "neon";
+    case Isa::kNeonDot:
+      return "neondot";
   }
   return "unknown";
 }
@@ -129,7 +144,7 @@ bool ForceIsa(Isa isa) {
 namespace internal {
 
 const KernelTable& ActiveTable() { return *Table(ActiveIsa()); }
-uint32_t ActiveKeyChannels() { return ActiveIsa() == Isa::kAvx512 ? 2 : 1; }
+uint32_t ActiveKeyChannels() { return ActiveTable().key_channels; }
 
 }  // namespace internal
 }  // namespace qevict::kernels

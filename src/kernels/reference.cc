@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "base/half.h"
+#include "kernels/attention_internal.h"
 #include "kernels/rope_table.h"
 
 namespace qevict::kernels {
@@ -45,6 +46,103 @@ void Rotate(const RopeTable& rope, int64_t pos, double* key) {
   }
 }
 
+/// Code of a token's place: keys [word][8 tokens], or values [row][8 lanes], of 8 tokens.
+uint32_t TokenCodeAt(const uint8_t* words, uint32_t bits, uint32_t unit, uint32_t place,
+                     uint32_t token, bool is_k) {
+  const auto word = [&](uint32_t row, uint32_t lane) {
+    uint32_t x;
+    std::memcpy(&x, words + (size_t{unit} * WordsOfUnit(bits) + row) * 32 + lane * 4, 4);
+    return x;
+  };
+  const uint32_t i = place / 4, j = place % 4;     // keys: byte j of step i
+  const uint32_t g = place / 8, lane = place % 8;  // values
+  const uint32_t p = token / 2, odd = 16 * (token % 2);
+  if (is_k) {
+    if (bits == 8) return word(i, token) >> (8 * j) & 255u;
+    if (bits != 3) return word(0, token) >> (8 * j + bits * i) & ((1u << bits) - 1);
+    return (word(i / 4, token) >> (8 * j + 2 * (i % 4)) & 3u) | (word(2, token) >> (8 * j + i) & 1u)
+                                                                    << 2;
+  }
+  if (bits == 8) return word(p / 2, lane) >> (8 * (p % 2) + odd) & 255u;
+  if (bits != 3) return word(0, lane) >> (bits * (p + 4 * g) + odd) & ((1u << bits) - 1);
+  return (word(g / 2, lane) >> (2 * (p + 4 * (g % 2)) + odd) & 3u) |
+         (word(2, lane) >> (p + 4 * g + odd) & 1u) << 2;
+}
+
+/// Calls f(place, level) for all places of one token of a window in a token code.
+template <class F>
+void ForLevels(const VectorCode& code, const uint8_t* words, uint32_t token, bool is_k, F&& f) {
+  words += size_t{token / 8} * code.n_words * 32;
+  uint32_t first = 0;
+  for (uint32_t s = 0; s < code.n_segments; ++s) {
+    const uint32_t bits = code.segments[s].bits, n = PlacesOfUnit(bits);
+    for (uint32_t u = 0; u < code.segments[s].n_units; ++u, first += n) {
+      for (uint32_t j = 0; j < n; ++j) {
+        const uint32_t c = TokenCodeAt(words, bits, u, j, token % 8, is_k);
+        f(first + j, static_cast<double>(bits == 8 ? c : code.levels[s][c]) - code.center);
+      }
+    }
+    words += size_t{code.segments[s].n_units} * WordsOfUnit(bits) * 32;
+  }
+}
+
+/// Scale and zero of a token.
+std::pair<double, double> TokenGrid(const VectorCode& code, const uint8_t* words, uint32_t window,
+                                    uint32_t token) {
+  const uint8_t* grid = words + size_t{window} * code.n_words * 4;
+  return {ReadElem(grid, token, Elem::kF16),
+          code.has_zero ? ReadElem(grid, window + token, Elem::kF16) : 0.0};
+}
+
+void DecodeToken(const VectorCode& code, const uint8_t* words, uint32_t window, uint32_t dim,
+                 uint32_t token, bool is_k, double* x) {
+  std::fill_n(x, dim, 0.0);
+  const auto [scale, zero] = TokenGrid(code, words, window, token);
+  ForLevels(code, words, token, is_k, [&, scale = scale, zero = zero](uint32_t j, double level) {
+    if (code.step[j] != 0.0f) x[code.channel[j]] = code.step[j] * (scale * level + zero);
+  });
+}
+
+/// The static mean of a token's key, rotated to its position.
+void RotateMean(const AttentionShape& s, const WindowRef& w, uint32_t token, double* mean) {
+  if (s.rope == nullptr || s.rope->params().pairing == RopePairing::kNone) return;
+  Rotate(*s.rope, int64_t{w.pos0} + int64_t{token} * w.pos_stride, mean);
+}
+
+/// q . key of a window in a token code as the decode form defines it: the query's channels, scaled,
+/// are rounded to 8 bits first.
+double TokenLogit(const AttentionShape& s, const WindowRef& w, uint32_t kv_head, uint32_t token,
+                  const float* q, double& magnitude) {
+  const VectorCode& code = s.token[kv_head].k;
+  const uint8_t* words = HeadBlock(s, w, kv_head);
+  std::vector<float> scaled(code.n_places);
+  float largest = 0.0f;
+  double sum = 0.0;
+  for (uint32_t j = 0; j < code.n_places; ++j) {
+    if (code.step[j] != 0.0f) scaled[j] = q[code.channel[j]] * s.scale * code.step[j];
+    largest = std::max(largest, std::abs(scaled[j]));
+    sum += scaled[j];
+  }
+  const float unit = largest / 127.0f;
+  const auto [scale, zero] = TokenGrid(code, words, s.window, token);
+  double dot = 0.0;
+  ForLevels(code, words, token, true, [&](uint32_t j, double level) {
+    dot += unit > 0.0f ? std::nearbyint(scaled[j] / unit) * level : 0.0;
+  });
+  magnitude = std::abs(unit * scale * dot) + std::abs(zero * sum);
+  for (const float x : scaled) magnitude += std::abs(zero * x);
+  double mean_score = 0.0;
+  if (code.mean != nullptr) {
+    std::vector<double> mean(code.mean, code.mean + s.head_dim);
+    RotateMean(s, w, token, mean.data());
+    for (uint32_t c = 0; c < s.head_dim; ++c) {
+      mean_score += q[c] * mean[c] * s.scale;
+      magnitude += 4.0 * std::abs(q[c] * mean[c] * s.scale);  // two rotations more
+    }
+  }
+  return unit * scale * dot + zero * sum + mean_score;
+}
+
 struct Logits {
   std::vector<double> values;  // [window * W + token], -inf where not seen
   double magnitude = 0.0;
@@ -56,17 +154,22 @@ Logits RowLogits(const AttentionGroup& g, uint32_t row, uint32_t head) {
   Logits r;
   r.values.assign(g.windows.size() * s.window, kMinusInf);
   std::vector<double> key(s.head_dim);
+  const bool integers = g.n_rows * s.n_gqa <= internal::kDecodeVectors;
   for (size_t i = 0; i < g.windows.size(); ++i) {
     for (uint32_t t = 0; t < s.window; ++t) {
       if (((g.visible[row * g.visible_stride + i] >> t) & 1u) == 0) continue;
-      ReferenceKey(s, g.windows[i], head / s.n_gqa, t, key.data());
       double dot = 0.0, magnitude = 0.0;
-      for (uint32_t c = 0; c < s.head_dim; ++c) {
-        dot += q[c] * key[c];
-        magnitude += std::abs(q[c] * key[c]);
+      if (g.windows[i].format == WindowFormat::kToken && integers) {
+        dot = TokenLogit(s, g.windows[i], head / s.n_gqa, t, q, magnitude);
+      } else {
+        ReferenceKey(s, g.windows[i], head / s.n_gqa, t, key.data());
+        for (uint32_t c = 0; c < s.head_dim; ++c) {
+          dot += q[c] * key[c];
+          magnitude += std::abs(q[c] * key[c]);
+        }
+        dot *= s.scale;
+        magnitude *= std::abs(s.scale);
       }
-      dot *= s.scale;
-      magnitude *= std::abs(s.scale);
       if (s.softcap > 0.0f) dot = s.softcap * std::tanh(dot / s.softcap);
       if (g.bias != nullptr) {
         const double slope = s.slopes != nullptr ? s.slopes[head] : 1.0;
@@ -93,6 +196,15 @@ void ReferenceKey(const AttentionShape& s, const WindowRef& w, uint32_t kv_head,
     }
     return;
   }
+  if (w.format == WindowFormat::kToken) {
+    const VectorCode& code = s.token[kv_head].k;
+    DecodeToken(code, block, s.window, d, token, true, key);
+    if (code.mean == nullptr) return;
+    std::vector<double> mean(code.mean, code.mean + d);
+    RotateMean(s, w, token, mean.data());
+    for (uint32_t c = 0; c < d; ++c) key[c] += mean[c];
+    return;
+  }
   const uint32_t bits = w.format == WindowFormat::kPacked2 ? 2 : 4;
   const uint8_t* grid = block + size_t{d} * s.window * bits / 8;
   for (uint32_t c = 0; c < d; ++c) {
@@ -112,6 +224,13 @@ void ReferenceValue(const AttentionShape& s, const WindowRef& w, uint32_t kv_hea
   if (w.format == WindowFormat::kFull) {
     const uint8_t* rows = block + size_t{s.window} * s.head_dim * 2;
     for (uint32_t c = 0; c < dv; ++c) value[c] = ReadElem(rows, size_t{token} * dv + c, s.elem_v);
+    return;
+  }
+  if (w.format == WindowFormat::kToken) {
+    const TokenCode& code = s.token[kv_head];
+    block += TokenCodeBytes(s.window, code.k.n_words, code.k.has_zero);
+    DecodeToken(code.v, block, s.window, dv, token, false, value);
+    for (uint32_t c = 0; code.v.mean != nullptr && c < dv; ++c) value[c] += code.v.mean[c];
     return;
   }
   const uint32_t bits = w.format == WindowFormat::kPacked2 ? 2 : 4;

@@ -51,6 +51,32 @@ RopeTable::RopeTable(const RopeParams& params)
   Grow(0);
 }
 
+void RopeTable::AddBasis() {
+  if (!basis_.empty()) return;
+  constexpr double kSlow = 0.15;
+  for (uint32_t i = 0; i < n_pairs(); ++i) {
+    if (std::abs(32.0 * omega_[i]) > kSlow) n_fast_ = i + 1;
+  }
+  basis_.resize((size_t{2} * n_fast_ + 4) * 64);
+  for (uint32_t t = 0; t < 64; ++t) {
+    for (uint32_t i = 0; i < n_fast_; ++i) {
+      basis_[size_t{i} * 64 + t] = static_cast<float>(std::cos(omega_[i] * t));
+      basis_[size_t{n_fast_ + i} * 64 + t] = static_cast<float>(std::sin(omega_[i] * t));
+    }
+    const double y = (t - 31.5) / 32.0;
+    double power = 1.0;
+    for (size_t k = 0; k < 4; ++k, power *= y) {
+      basis_[(size_t{2} * n_fast_ + k) * 64 + t] = static_cast<float>(power);
+    }
+  }
+  middle_.assign(size_t{3} * stride_, 0.0f);
+  for (uint32_t i = n_fast_; i < n_pairs(); ++i) {
+    middle_[i] = static_cast<float>(std::cos(31.5 * omega_[i]));
+    middle_[stride_ + i] = static_cast<float>(std::sin(31.5 * omega_[i]));
+    middle_[2 * stride_ + i] = static_cast<float>(32.0 * omega_[i]);
+  }
+}
+
 void RopeTable::Grow(int32_t max_pos) {
   if (max_pos <= max_pos_) return;
   const size_t row = size_t{2} * stride_, old_blocks = row == 0 ? 0 : coarse_.size() / row;
@@ -75,7 +101,7 @@ void RopeTable::Phases(int32_t pos, float* cos, float* sin) const {
 }
 
 size_t RopeTable::bytes() const {
-  size_t floats = coarse_.size() + fine_.size();
+  size_t floats = coarse_.size() + fine_.size() + basis_.size() + middle_.size();
   for (int i = 0; i < 2; ++i) floats += steps_[i].size() + zero_steps_[i].size();
   return floats * sizeof(float) + omega_.size() * sizeof(double);
 }

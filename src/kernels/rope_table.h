@@ -34,6 +34,21 @@ class RopeTable {
   /// [64][cos, sin][stride].
   const float* fine() const { return fine_.data(); }
   uint32_t stride() const { return stride_; }
+  uint32_t n_blocks() const {
+    return static_cast<uint32_t>(coarse_.size() / (size_t{2} * stride_));
+  }
+
+  // Sums over pairs of a cos(w t) + b sin(w t) for the 64 positions t of a block, as one matrix
+  // product: with cos and sin rows for the first n_fast() pairs, and the powers 0 ... 3 of
+  // y = (t - 31.5) / 32 for all others, whose angle changes by at most 0.15 from the block's
+  // middle (the cubic is off by 2e-5 of the pair's amplitude).
+  /// Call AddBasis() once before; it is not thread-safe.
+  void AddBasis();
+  uint32_t n_fast() const { return n_fast_; }
+  /// [2 n_fast + 4][64]: cos of each fast pair, sin of each, powers of y.
+  const float* basis() const { return basis_.data(); }
+  /// [3][stride]: cos and sin of 31.5 w, and 32 w; 0 for fast pairs.
+  const float* middle() const { return middle_.data(); }
   size_t bytes() const;
 
  private:
@@ -43,6 +58,8 @@ class RopeTable {
   std::vector<double> omega_;  // [n_pairs] radians per position
   std::vector<float> coarse_, fine_;
   std::vector<float> steps_[2], zero_steps_[2];
+  uint32_t n_fast_ = 0;
+  std::vector<float> basis_, middle_;
   int32_t max_pos_ = -1;
 };
 

@@ -88,7 +88,7 @@ struct SimdAvx2 {
   static V Codes(I words, I shift) {
     const __m256i x = _mm256_srlv_epi32(words, shift);
     if constexpr (kBits == 2) {
-      return _mm256_permutevar_ps(Levels(), x);
+      return _mm256_permutevar_ps(CodeLevels(), x);
     } else {
       return _mm256_cvtepi32_ps(_mm256_and_si256(x, _mm256_set1_epi32(15)));
     }
@@ -108,7 +108,7 @@ struct SimdAvx2 {
   struct ValueGrid {
     __m256 a, b;  // 2 bits: the four levels; 4 bits: scale and zero
     ValueGrid(float scale, float zero) : a(_mm256_set1_ps(scale)), b(_mm256_set1_ps(zero)) {
-      if constexpr (kBits == 2) a = _mm256_fmadd_ps(Levels(), a, b);
+      if constexpr (kBits == 2) a = _mm256_fmadd_ps(CodeLevels(), a, b);
     }
     V Load(const uint8_t* p) const {
       if constexpr (kBits == 2) {
@@ -125,6 +125,49 @@ struct SimdAvx2 {
     }
   };
 
+  static I LoadWords(const uint8_t* a, const uint8_t*) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a));
+  }
+  static V LoadBlocks(const float* a, const float*) { return Load(a); }
+  static V LoadF16Blocks(const uint16_t* a, const uint16_t*) { return LoadF16(a); }
+  static I SetInt(int32_t x) { return _mm256_set1_epi32(x); }
+  static I Fields(I words, uint32_t shift, uint32_t mask) {
+    return _mm256_and_si256(_mm256_srlv_epi32(words, _mm256_set1_epi32(static_cast<int>(shift))),
+                            _mm256_set1_epi32(static_cast<int>(mask)));
+  }
+  static I Join(I a, I b, uint32_t shift) {
+    return _mm256_or_si256(a, _mm256_sllv_epi32(b, _mm256_set1_epi32(static_cast<int>(shift))));
+  }
+  struct Levels {
+    __m256i table;
+    explicit Levels(const uint8_t* t)
+        : table(_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(t)))) {
+    }
+    I operator()(I x) const { return _mm256_shuffle_epi8(table, x); }
+  };
+  static I Dot8(I acc, I x, const int8_t* q) {
+    const __m256i pairs = _mm256_maddubs_epi16(x, Broadcast(q));  // at most 2 * 126 * 127
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+  static I Dot8Wide(I acc, I x, const int8_t* q) {  // two dot products: 16-bit sums would saturate
+    const __m256i low = _mm256_and_si256(x, _mm256_set1_epi8(15));
+    const __m256i high = _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15));
+    acc = Dot8(acc, low, q);
+    const __m256i pairs = _mm256_maddubs_epi16(high, Broadcast(q));
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(16)));
+  }
+  static I Dot16(I acc, I x, const int16_t* w) {
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(x, Broadcast(w)));
+  }
+  static V ToFloat(I x) { return _mm256_cvtepi32_ps(x); }
+  static void StoreInt8(int8_t* p, V v) {
+    const __m128i x = Int16(v);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(x, x));
+  }
+  static void StoreInt16(int16_t* p, V v) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), Int16(v));
+  }
+
   static void SegmentSums(const float* p, float* out) {
     for (int i = 0; i < 2; ++i, p += 32, out += 4) {
       const __m256 t = _mm256_hadd_ps(_mm256_hadd_ps(Load(p), Load(p + 8)),
@@ -136,7 +179,14 @@ struct SimdAvx2 {
  private:
   using u16_alias [[gnu::may_alias, gnu::aligned(1)]] = uint16_t;
   using u32_alias [[gnu::may_alias, gnu::aligned(1)]] = uint32_t;
-  static V Levels() { return _mm256_set_ps(3, 2, 1, 0, 3, 2, 1, 0); }
+  static I Broadcast(const void* p) {
+    return _mm256_set1_epi32(static_cast<int>(*static_cast<const u32_alias*>(p)));
+  }
+  static __m128i Int16(V v) {
+    const __m256i x = _mm256_cvtps_epi32(v);
+    return _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  }
+  static V CodeLevels() { return _mm256_set_ps(3, 2, 1, 0, 3, 2, 1, 0); }
 };
 
 }  // namespace qevict::kernels::internal

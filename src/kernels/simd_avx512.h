@@ -168,6 +168,56 @@ struct SimdAvx512 {
     }
   };
 
+  static I LoadWords(const uint8_t* a, const uint8_t* b) {
+    return _mm512_inserti64x4(
+        _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(a))),
+        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b)), 1);
+  }
+  static V LoadBlocks(const float* a, const float* b) {
+    return _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(a)), _mm256_loadu_ps(b), 1);
+  }
+  static V LoadF16Blocks(const uint16_t* a, const uint16_t* b) {
+    return _mm512_cvtph_ps(_mm256_inserti128_si256(
+        _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(a))),
+        _mm_loadu_si128(reinterpret_cast<const __m128i*>(b)), 1));
+  }
+  static I SetInt(int32_t x) { return _mm512_set1_epi32(x); }
+  static I Fields(I words, uint32_t shift, uint32_t mask) {
+    return _mm512_and_epi32(_mm512_srlv_epi32(words, _mm512_set1_epi32(static_cast<int>(shift))),
+                            _mm512_set1_epi32(static_cast<int>(mask)));
+  }
+  static I Join(I a, I b, uint32_t shift) {
+    return _mm512_or_epi32(a, _mm512_sllv_epi32(b, _mm512_set1_epi32(static_cast<int>(shift))));
+  }
+  struct Levels {
+    __m512i table;
+    explicit Levels(const uint8_t* t)
+        : table(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(t)))) {}
+    I operator()(I x) const { return _mm512_shuffle_epi8(table, x); }
+  };
+  static I Dot8(I acc, I x, const int8_t* q) {
+    const __m512i pairs = _mm512_maddubs_epi16(x, Broadcast(q));  // at most 2 * 126 * 127
+    return _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+  }
+  static I Dot8Wide(I acc, I x, const int8_t* q) {  // two dot products: 16-bit sums would saturate
+    const __m512i low = _mm512_and_si512(x, _mm512_set1_epi8(15));
+    const __m512i high = _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15));
+    acc = Dot8(acc, low, q);
+    const __m512i pairs = _mm512_maddubs_epi16(high, Broadcast(q));
+    return _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(16)));
+  }
+  static I Dot16(I acc, I x, const int16_t* w) {
+    return _mm512_add_epi32(acc, _mm512_madd_epi16(x, Broadcast(w)));
+  }
+  static V ToFloat(I x) { return _mm512_cvtepi32_ps(x); }
+  static void StoreInt8(int8_t* p, V v) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(v)));
+  }
+  static void StoreInt16(int16_t* p, V v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                        _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(v)));
+  }
+
   /// Sums of 8 consecutive floats each: p[64] -> out[8].
   static void SegmentSums(const float* p, float* out) {
     const V t01 = HalfSums(Load(p), Load(p + 16)), t23 = HalfSums(Load(p + 32), Load(p + 48));
@@ -179,10 +229,15 @@ struct SimdAvx512 {
     _mm256_storeu_ps(out, _mm512_castps512_ps256(_mm512_permutexvar_ps(order, sums)));
   }
 
+ protected:
+  using u32_alias [[gnu::may_alias, gnu::aligned(1)]] = uint32_t;
+  static I Broadcast(const void* p) {
+    return _mm512_set1_epi32(static_cast<int>(*static_cast<const u32_alias*>(p)));
+  }
+
  private:
   using double_alias [[gnu::may_alias, gnu::aligned(4)]] = double;
   using i64_alias [[gnu::may_alias, gnu::aligned(1)]] = int64_t;
-  using u32_alias [[gnu::may_alias, gnu::aligned(1)]] = uint32_t;
   static V HalfSums(V a, V b) {
     return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
   }

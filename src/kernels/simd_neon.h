@@ -113,11 +113,79 @@ struct SimdNeon {
     }
   };
 
+  static I LoadWords(const uint8_t* a, const uint8_t*) {
+    return {vreinterpretq_u32_u8(vld1q_u8(a)), vreinterpretq_u32_u8(vld1q_u8(a + 16))};
+  }
+  static V LoadBlocks(const float* a, const float*) { return Load(a); }
+  static V LoadF16Blocks(const uint16_t* a, const uint16_t*) { return LoadF16(a); }
+  static I SetInt(int32_t x) {
+    const uint32x4_t u = vdupq_n_u32(static_cast<uint32_t>(x));
+    return {u, u};
+  }
+  static I Fields(I words, uint32_t shift, uint32_t mask) {
+    const int32x4_t right = vdupq_n_s32(-static_cast<int32_t>(shift));
+    const uint32x4_t m = vdupq_n_u32(mask);
+    return {vandq_u32(vshlq_u32(words.lo, right), m), vandq_u32(vshlq_u32(words.hi, right), m)};
+  }
+  static I Join(I a, I b, uint32_t shift) {
+    const int32x4_t left = vdupq_n_s32(static_cast<int32_t>(shift));
+    return {vorrq_u32(a.lo, vshlq_u32(b.lo, left)), vorrq_u32(a.hi, vshlq_u32(b.hi, left))};
+  }
+  struct Levels {
+    uint8x16_t table;
+    explicit Levels(const uint8_t* t) : table(vld1q_u8(t)) {}
+    I operator()(I x) const { return {One(x.lo), One(x.hi)}; }
+    uint32x4_t One(uint32x4_t x) const {
+      return vreinterpretq_u32_u8(vqtbl1q_u8(table, vreinterpretq_u8_u32(x)));
+    }
+  };
+  static I Dot8(I acc, I x, const int8_t* q) {
+    const int8x16_t w = Broadcast8(q);
+    return {Dot8(acc.lo, x.lo, w), Dot8(acc.hi, x.hi, w)};
+  }
+  static I Dot8Wide(I acc, I x,
+                    const int8_t* q) {  // as bytes with sign: 2 times 0 ... 127, and a bit
+    const I half = Fields(x, 1, 0x7F7F7F7F), bit = Fields(x, 0, 0x01010101);
+    return Dot8(Dot8(Dot8(acc, half, q), half, q), bit, q);
+  }
+  static I Dot16(I acc, I x, const int16_t* w) {
+    const int32_t a = w[0], b = w[1];
+    return {Dot16(acc.lo, x.lo, a, b), Dot16(acc.hi, x.hi, a, b)};
+  }
+  static V ToFloat(I x) {
+    return {vcvtq_f32_s32(vreinterpretq_s32_u32(x.lo)), vcvtq_f32_s32(vreinterpretq_s32_u32(x.hi))};
+  }
+  static void StoreInt8(int8_t* p, V v) { vst1_s8(p, vqmovn_s16(Int16(v))); }
+  static void StoreInt16(int16_t* p, V v) { vst1q_s16(p, Int16(v)); }
+
   static void SegmentSums(const float* p, float* out) {
     for (int i = 0; i < 8; ++i) out[i] = Sum(Load(p + 8 * i));
   }
 
+ protected:
+  static int8x16_t Broadcast8(const int8_t* q) {
+    int32_t x;
+    std::memcpy(&x, q, 4);
+    return vreinterpretq_s8_s32(vdupq_n_s32(x));
+  }
+
  private:
+  static uint32x4_t Dot8(uint32x4_t acc, uint32x4_t x, int8x16_t q) {
+    const int8x16_t s = vreinterpretq_s8_u32(x);
+    const int16x8_t low = vmull_s8(vget_low_s8(s), vget_low_s8(q)),
+                    high = vmull_s8(vget_high_s8(s), vget_high_s8(q));
+    const int32x4_t sum = vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high));
+    return vaddq_u32(acc, vreinterpretq_u32_s32(sum));
+  }
+  static uint32x4_t Dot16(uint32x4_t acc, uint32x4_t x, int32_t a, int32_t b) {
+    int32x4_t sum = vreinterpretq_s32_u32(acc);
+    sum = vmlaq_n_s32(sum, vreinterpretq_s32_u32(vandq_u32(x, vdupq_n_u32(0xFFFF))), a);
+    sum = vmlaq_n_s32(sum, vreinterpretq_s32_u32(vshrq_n_u32(x, 16)), b);
+    return vreinterpretq_u32_s32(sum);
+  }
+  static int16x8_t Int16(V v) {
+    return vcombine_s16(vqmovn_s32(vcvtnq_s32_f32(v.lo)), vqmovn_s32(vcvtnq_s32_f32(v.hi)));
+  }
   static float32x4_t TimesExp2(float32x4_t p, float32x4_t n) {
     const int32x4_t e = vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127));
     return vmulq_f32(p, vreinterpretq_f32_s32(vshlq_n_s32(e, 23)));

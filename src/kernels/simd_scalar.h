@@ -133,6 +133,63 @@ struct SimdScalar {
     }
   };
 
+  // Token codes (token_code.h): 8 words side by side, with 16 lanes 8 words of each of two places.
+  static I LoadWords(const uint8_t* a, const uint8_t*) {
+    I x;
+    __builtin_memcpy(&x, a, sizeof(x));
+    return x;
+  }
+  static V LoadBlocks(const float* a, const float*) { return Load(a); }
+  static V LoadF16Blocks(const uint16_t* a, const uint16_t*) { return LoadF16(a); }
+  static I SetInt(int32_t x) {
+    const auto u = static_cast<uint32_t>(x);
+    return {U4{u, u, u, u}, U4{u, u, u, u}};
+  }
+  /// (words >> shift) & mask
+  static I Fields(I words, uint32_t shift, uint32_t mask) {
+    return {(words.lo >> shift) & mask, (words.hi >> shift) & mask};
+  }
+  /// a | b << shift
+  static I Join(I a, I b, uint32_t shift) {
+    return {a.lo | (b.lo << shift), a.hi | (b.hi << shift)};
+  }
+  /// Replaces every byte, below 16, by the table's entry.
+  struct Levels {
+    const uint8_t* table;
+    explicit Levels(const uint8_t* t) : table(t) {}
+    I operator()(I x) const {
+      uint8_t bytes[32];
+      __builtin_memcpy(bytes, &x, 32);
+      for (uint8_t& b : bytes) b = table[b];
+      __builtin_memcpy(&x, bytes, 32);
+      return x;
+    }
+  };
+  /// acc + per lane the dot product of 4 bytes 0 ... 126 with q[4].
+  static I Dot8(I acc, I x, const int8_t* q) { return Dot8Wide(acc, x, q); }
+  /// The same for bytes 0 ... 255.
+  static I Dot8Wide(I acc, I x, const int8_t* q) {
+    for (uint32_t i = 0; i < 4; ++i) {
+      acc.lo += ((x.lo >> (8 * i)) & 255) * static_cast<uint32_t>(int32_t{q[i]});
+      acc.hi += ((x.hi >> (8 * i)) & 255) * static_cast<uint32_t>(int32_t{q[i]});
+    }
+    return acc;
+  }
+  /// acc + per lane the dot product of 2 numbers of 16 bits with w[2].
+  static I Dot16(I acc, I x, const int16_t* w) {
+    const auto a = static_cast<uint32_t>(int32_t{w[0]}), b = static_cast<uint32_t>(int32_t{w[1]});
+    return {acc.lo + (x.lo & 0xFFFF) * a + (x.lo >> 16) * b,
+            acc.hi + (x.hi & 0xFFFF) * a + (x.hi >> 16) * b};
+  }
+  static V ToFloat(I x) { return {ToFloat(x.lo), ToFloat(x.hi)}; }
+  /// Rounded to nearest even; numbers that fit.
+  static void StoreInt8(int8_t* p, V v) {
+    for (int i = 0; i < 8; ++i) p[i] = static_cast<int8_t>(RoundedLane(v, i));
+  }
+  static void StoreInt16(int16_t* p, V v) {
+    for (int i = 0; i < 8; ++i) p[i] = static_cast<int16_t>(RoundedLane(v, i));
+  }
+
   /// Sums of 8 consecutive floats each: p[64] -> out[8].
   static void SegmentSums(const float* p, float* out) {
     for (int i = 0; i < 8; ++i) out[i] = Sum(Load(p + 8 * i));
@@ -142,6 +199,10 @@ struct SimdScalar {
   static F4 Blend(I4 mask, F4 a, F4 b) { return (F4)(((I4)a & mask) | ((I4)b & ~mask)); }
   static F4 Magnitude(F4 a) { return (F4)((U4)a & 0x7FFFFFFFu); }
   static F4 Power(F4 n) { return (F4)((__builtin_convertvector(n, I4) + 127) << 23); }
+  static float RoundedLane(V v, int i) {
+    const V r = Round(v);
+    return i < 4 ? r.lo[i] : r.hi[i - 4];
+  }
   static F4 ToFloat(U4 code) { return __builtin_convertvector((I4)code, F4); }
   static U4 Widen(const uint16_t* p) { return U4{p[0], p[1], p[2], p[3]}; }
   static F4 Half(U4 h) {

@@ -61,7 +61,7 @@ class Comparison:
         return done
 
     def against(self, label, *args, config=None):
-        found = Divergence.of(self.run(label, "--kl-divergence", *args, config=config, until=harness.TIMINGS))
+        found = Divergence.of(self.run(label, "--kl-divergence", *args, config=config, until="Same top p"))
         self.report.check(not math.isnan(found.same_top), f"{self.name}, {label}: no divergence in the output")
         return found
 

@@ -1,0 +1,169 @@
+#include "codecs/token.h"
+
+#include <algorithm>
+
+#include "codecs/grid.h"
+
+namespace qevict::codecs {
+namespace {
+
+using kernels::PlacesOfUnit;
+using kernels::VectorCode;
+using kernels::WordsOfUnit;
+
+void PutBits(uint8_t* words, uint32_t row, uint32_t lane, uint32_t shift, uint32_t value) {
+  uint32_t word;
+  std::memcpy(&word, words + (size_t{row} * 8 + lane) * 4, 4);
+  word |= value << shift;
+  std::memcpy(words + (size_t{row} * 8 + lane) * 4, &word, 4);
+}
+
+uint32_t GetBits(const uint8_t* words, uint32_t row, uint32_t lane, uint32_t shift, uint32_t mask) {
+  uint32_t word;
+  std::memcpy(&word, words + (size_t{row} * 8 + lane) * 4, 4);
+  return word >> shift & mask;
+}
+
+/// Where a code, or the low or high part of a code of 3 bits, lies among the rows of 8 tokens.
+struct Spot {
+  uint32_t row, lane, shift;
+};
+
+/// A place of a unit whose first row is `row`; bits: 1, 2, 4, 8, of the part that is looked for.
+Spot KeySpot(uint32_t bits, uint32_t row, uint32_t place, uint32_t token) {
+  const uint32_t step = place / 4, byte = place % 4, steps = 8 / bits;
+  return {row + step / steps, token, 8 * byte + bits * (step % steps)};
+}
+Spot ValueSpot(uint32_t bits, uint32_t row, uint32_t place, uint32_t token) {
+  const uint32_t group = place / 8, pair = token / 2, odd = 16 * (token % 2);
+  if (bits == 8) return {row + pair / 2, place, 8 * (pair % 2) + odd};
+  const uint32_t groups = 4 / bits;
+  return {row + group / groups, place % 8, bits * (pair + 4 * (group % groups)) + odd};
+}
+
+}  // namespace
+
+void TokenWriter::Put(uint8_t* words, uint32_t token, uint32_t place, uint32_t value) const {
+  words += size_t{token / 8} * code_.n_words * 32;
+  uint32_t row = 0;
+  for (uint32_t s = 0; s < code_.n_segments; ++s) {
+    const uint32_t bits = code_.segments[s].bits, n = PlacesOfUnit(bits);
+    if (place >= n * code_.segments[s].n_units) {
+      place -= n * code_.segments[s].n_units;
+      row += WordsOfUnit(bits) * code_.segments[s].n_units;
+      continue;
+    }
+    row += place / n * WordsOfUnit(bits);
+    const auto put = [&](uint32_t width, uint32_t first_row, uint32_t x) {
+      const Spot at = is_k_ ? KeySpot(width, first_row, place % n, token % 8)
+                            : ValueSpot(width, first_row, place % n, token % 8);
+      PutBits(words, at.row, at.lane, at.shift, x);
+    };
+    if (bits == 3) {
+      put(2, row, value & 3);
+      put(1, row + 2, value >> 2);
+    } else {
+      put(bits, row, value);
+    }
+    return;
+  }
+}
+
+uint32_t TokenWriter::Get(const uint8_t* words, uint32_t token, uint32_t place) const {
+  words += size_t{token / 8} * code_.n_words * 32;
+  uint32_t row = 0;
+  for (uint32_t s = 0; s < code_.n_segments; ++s) {
+    const uint32_t bits = code_.segments[s].bits, n = PlacesOfUnit(bits);
+    if (place >= n * code_.segments[s].n_units) {
+      place -= n * code_.segments[s].n_units;
+      row += WordsOfUnit(bits) * code_.segments[s].n_units;
+      continue;
+    }
+    row += place / n * WordsOfUnit(bits);
+    const auto get = [&](uint32_t width, uint32_t first_row) {
+      const Spot at = is_k_ ? KeySpot(width, first_row, place % n, token % 8)
+                            : ValueSpot(width, first_row, place % n, token % 8);
+      return GetBits(words, at.row, at.lane, at.shift, (1u << width) - 1);
+    };
+    return bits == 3 ? get(2, row) | get(1, row + 2) << 2 : get(bits, row);
+  }
+  return 0;
+}
+
+UniformVector::UniformVector(uint32_t bits, uint32_t dim) {
+  const uint32_t n_units = (dim + PlacesOfUnit(bits) - 1) / PlacesOfUnit(bits);
+  code.n_segments = 1;
+  code.segments[0] = {static_cast<uint8_t>(bits), static_cast<uint16_t>(n_units)};
+  for (uint32_t i = 0; bits < 8 && i < 1u << bits; ++i) {
+    code.levels[0][i] = static_cast<uint8_t>(i);
+  }
+  code.has_zero = true;
+  code.n_words = n_units * WordsOfUnit(bits);
+  code.n_places = n_units * PlacesOfUnit(bits);
+  step.assign(code.n_places, 0.0f);
+  channel.assign(code.n_places, 0xFFFF);
+  for (uint32_t c = 0; c < dim; ++c) {
+    step[c] = 1.0f;
+    channel[c] = static_cast<uint16_t>(c);
+  }
+  code.step = step.data();
+  code.channel = channel.data();
+}
+
+TokenCodec::TokenCodec(uint32_t bits, uint32_t window, const RowShape& shape)
+    : bits_(bits),
+      window_(window),
+      shape_(shape),
+      k_(bits, shape.head_dim),
+      v_(bits, shape.head_dim_v),
+      codes_(shape.n_kv_heads, {k_.code, v_.code}) {}
+
+BlockBytes TokenCodec::Bytes(uint32_t bits, uint32_t window, const RowShape& shape) {
+  const auto bytes = [&](uint32_t dim) {
+    const uint32_t n_units = (dim + PlacesOfUnit(bits) - 1) / PlacesOfUnit(bits);
+    return kernels::TokenCodeBytes(window, n_units * WordsOfUnit(bits), true);
+  };
+  return {bytes(shape.head_dim), bytes(shape.head_dim_v)};
+}
+
+void TokenCodec::Encode(uint32_t, uint32_t n, const float* k, const float* v,
+                        uint8_t* block) const {
+  std::memset(block, 0, bytes().total());
+  const float max_code = static_cast<float>((1u << bits_) - 1);
+  const auto encode = [&](const VectorCode& code, bool is_k, const float* x, uint32_t dim,
+                          uint8_t* words) {
+    const TokenWriter writer(code, window_, is_k);
+    uint8_t* grids = words + size_t{window_} * code.n_words * 4;
+    for (uint32_t t = 0; t < n; ++t, x += dim) {
+      float low = 0.0f, high = 0.0f;
+      RowRange(x, dim, &low, &high);
+      const Grid grid = MakeGrid(low, high, max_code);
+      StoreF16(grids, t, grid.scale_f16);
+      StoreF16(grids, window_ + t, grid.zero_f16);
+      for (uint32_t c = 0; c < dim; ++c) {
+        writer.Put(words, t, c, GridCode(x[c], grid.zero, grid.divisor, max_code));
+      }
+    }
+  };
+  encode(k_.code, true, k, shape_.head_dim, block);
+  encode(v_.code, false, v, shape_.head_dim_v, block + bytes().keys);
+}
+
+void TokenCodec::Decode(uint32_t, uint32_t n, const uint8_t* block, float* k, float* v) const {
+  const auto decode = [&](const VectorCode& code, bool is_k, float* x, uint32_t dim,
+                          const uint8_t* words) {
+    if (x == nullptr) return;
+    const TokenWriter writer(code, window_, is_k);
+    const uint8_t* grids = words + size_t{window_} * code.n_words * 4;
+    for (uint32_t t = 0; t < n; ++t, x += dim) {
+      const float scale = LoadF16(grids, t), zero = LoadF16(grids, window_ + t);
+      for (uint32_t c = 0; c < dim; ++c) {
+        x[c] = static_cast<float>(writer.Get(words, t, c)) * scale + zero;
+      }
+    }
+  };
+  decode(k_.code, true, k, shape_.head_dim, block);
+  decode(v_.code, false, v, shape_.head_dim_v, block + bytes().keys);
+}
+
+}  // namespace qevict::codecs

@@ -1,0 +1,89 @@
+// Format wf: a static transform code. Unequal bits for unequal channels, and a static mean that
+// costs no key bytes. The bytes are those of kernels/token_code.h without zeros.
+//
+// Static per kv head, from keys and values seen so far (WaterFillStats), frozen when the first
+// window is packed:
+//
+//   m[c]      mean of the keys before RoPE; of values the plain mean
+//   sigma[c]  RMS of what is left, of keys after RoPE: both channels of a pair share theirs
+//   b[c]      0, 1, 2, 3, 4 or 8 bits, chosen so that the sum over channels of
+//               weight[c] * sigma[c]^2 * D(b[c])
+//             is least at the given number of words; weight: query energy E[q_c^2] for keys, 1 for
+//             values; D: distortion of a unit Gaussian at its Lloyd-Max levels (1, .3634, .1175,
+//             .03454, .009497, and .00004 for 8 bits)
+//
+// Per token: a key is R_p m + residual, a value m + residual, and
+//
+//   residual[c] = sigma[c] * u_b * scale * (level - 63)       for a code of b bits
+//
+// level - 63: Lloyd-Max levels of a unit Gaussian in steps of u_b = (largest level) / 63, rounded.
+// Codes are taken at the gain g = RMS of residual[c] / sigma[c] over coded channels; scale is then
+// the least squares fit of the decoded vector to the residual, as f16.
+//
+// Words: bits / 32 of (D + Dv) channels, keys get the odd one. Bytes per token: 4 per word and 4
+// for two scales. At D = Dv = 64: 2 bits 36 of 256 (14.1%), 3 bits 52 (20.3%).
+//
+// Score: q . (R_p m + residual): the mean's part needs no code and is exact.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "base/rope.h"
+#include "codecs/codec.h"
+
+namespace qevict::codecs {
+
+/// Sums of one kv head that the code is made of.
+struct WaterFillStats {
+  uint64_t n = 0;                       ///< tokens
+  std::vector<double> k_sum, k_square;  ///< [D] keys before RoPE; squares around the mean later
+  std::vector<double> v_sum, v_square;  ///< [Dv]
+  std::vector<double> q_square;         ///< [D] energy of the queries; empty or 0: all alike
+  void AddKey(const float* before_rope, uint32_t head_dim);
+  void AddValue(const float* value, uint32_t head_dim_v);
+};
+
+/// One vector's code: what kernels need, with the memory behind it.
+struct WaterFillVector {
+  kernels::VectorCode code;
+  std::vector<float> step;        // [places]
+  std::vector<uint16_t> channel;  // [places]
+  std::vector<float> mean;        // [dim]
+};
+
+/// Splits `n_words` words per token among channels of the given energies (weight * sigma^2);
+/// sigma: what is left per channel.
+WaterFillVector FillWater(std::span<const double> energy, std::span<const double> sigma,
+                          uint32_t n_words);
+
+class WaterFillCodec final : public Codec {
+ public:
+  /// quarter_bits: average bits * 4, 4 to 16. stats: [n_kv_heads].
+  WaterFillCodec(uint32_t quarter_bits, uint32_t window, const RowShape& shape,
+                 const RopeParams& rope, std::span<const WaterFillStats> stats);
+  static BlockBytes Bytes(uint32_t quarter_bits, uint32_t window, const RowShape& shape);
+  /// static_bytes() and the sums it is made of, at most.
+  static size_t LearnedBytes(const RowShape& shape);
+
+  BlockBytes bytes() const override { return Bytes(quarter_bits_, window_, shape_); }
+  kernels::WindowFormat format() const override { return kernels::WindowFormat::kToken; }
+  bool before_rope() const override { return false; }
+  const kernels::TokenCode* token_codes() const override { return codes_.data(); }
+  const float* key_mean(uint32_t kv_head) const override { return codes_[kv_head].k.mean; }
+  size_t static_bytes() const override;
+  void Encode(uint32_t kv_head, uint32_t n, const float* k, const float* v,
+              uint8_t* block) const override;
+  void Decode(uint32_t kv_head, uint32_t n, const uint8_t* block, float* k,
+              float* v) const override;
+
+ private:
+  uint32_t quarter_bits_, window_;
+  RowShape shape_;
+  std::vector<WaterFillVector> k_, v_;     // [n_kv_heads]
+  std::vector<kernels::TokenCode> codes_;  // [n_kv_heads]
+};
+
+}  // namespace qevict::codecs

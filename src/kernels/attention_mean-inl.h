@@ -1,0 +1,170 @@
+// The static mean of keys in a token code: q . R_p mean for every position, exact and without any
+// key byte. Per query and block of 64 positions it is a sum over pairs of a cos(w t) + b sin(w t),
+// which one small matrix product over all queries evaluates (RopeTable::basis). Included by
+// attention_<isa>.cc.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/attention_prompt-inl.h"
+
+namespace qevict::kernels::internal {
+
+template <class S>
+class MeanPart {
+ public:
+  explicit MeanPart(const BlockArgs& args) : a_(args), h_(*args.head), s_(args.scratch) {}
+
+  bool active() const { return h_.token != nullptr && h_.token->k.mean != nullptr; }
+
+  /// Products of queries and mean, per pair: q . R mean = cos * first + sin * second.
+  void Prepare() {
+    const float* mean = h_.token->k.mean;
+    const RopeView& rope = h_.rope;
+    const uint32_t n = Pairs(), padded = PadLanes(rope.n_pairs);
+    for (uint32_t m = 0; m < a_.n_vec; ++m) {
+      const float* q = s_.q + static_cast<size_t>(m) * h_.head_dim;
+      float* first = s_.mean_q + static_cast<size_t>(m) * 2 * padded;
+      float* second = first + padded;
+      float all = 0.0f;
+      for (uint32_t c = 0; c < h_.head_dim; ++c) {
+        const bool rotated = n != 0 && c >= rope.offset && c < rope.offset + 2 * n;
+        if (!rotated) all += q[c] * mean[c];
+      }
+      constant_[m] = all;
+      for (uint32_t i = 0; i < n; ++i) {
+        const uint32_t x = rope.offset + (rope.halves ? i : 2 * i), y = x + (rope.halves ? n : 1);
+        first[i] = q[x] * mean[x] + q[y] * mean[y];
+        second[i] = q[y] * mean[x] - q[x] * mean[y];
+      }
+      for (uint32_t i = n; i < (n == 0 ? 0 : padded); ++i) first[i] = second[i] = 0.0f;
+    }
+    tag_[0] = tag_[1] = -1;
+  }
+
+  /// Adds the means' part to the scores of 8 tokens of query vector m; token t is at pos + t *
+  /// stride.
+  void Add(uint32_t m, int32_t pos, uint32_t stride, float* scores) {
+    for (uint32_t t = 0; t < 8;) {
+      const int32_t p = pos + static_cast<int32_t>(t * stride);
+      if (Pairs() == 0 || p < 0 || static_cast<uint32_t>(p) >> 6 >= h_.rope.n_blocks) {
+        // Positions below 0 are rare, those beyond the table belong to tokens that are not there.
+        scores[t++] += Pairs() == 0 || p >= 0 ? constant_[m] : One(m, p);
+        continue;
+      }
+      const float* block = Block(p >> 6) + static_cast<size_t>(m) * kTile;
+      uint32_t at = static_cast<uint32_t>(p) & 63u;
+      for (; t < 8 && at < 64; ++t, at += stride) scores[t] += block[at];
+    }
+  }
+
+ private:
+  uint32_t Pairs() const { return h_.rope.coarse == nullptr ? 0 : h_.rope.n_pairs; }
+
+  /// Scores of all query vectors at the 64 positions of a block: [n_vec][64].
+  const float* Block(int32_t block) {
+    const uint32_t slot = static_cast<uint32_t>(block) & 1u;
+    float* scores = s_.mean_scores + static_cast<size_t>(slot) * a_.n_vec * kTile;
+    if (tag_[slot] == block) return scores;
+    tag_[slot] = block;
+    const uint32_t n_terms = 2 * h_.rope.n_fast + 4;
+    for (uint32_t m = 0; m < a_.n_vec; ++m) {
+      Terms(m, block, s_.mean_terms + static_cast<size_t>(m) * n_terms);
+    }
+    Gemm<S, false>(s_.mean_terms, n_terms, h_.rope.basis, kTile, scores, kTile, a_.n_vec, kTile,
+                   n_terms);
+    return scores;
+  }
+
+  void Terms(uint32_t m, int32_t block, float* terms) {
+    using V = typename S::V;
+    const RopeView& rope = h_.rope;
+    const uint32_t padded = PadLanes(rope.n_pairs), stride = rope.stride;
+    const float* first = s_.mean_q + static_cast<size_t>(m) * 2 * padded;
+    const float* coarse = rope.coarse + static_cast<size_t>(block) * 2 * stride;
+    alignas(64) float fast_cos[kCoefStride], fast_sin[kCoefStride];
+    V c0 = S::Zero(), c1 = S::Zero(), c2 = S::Zero(), c3 = S::Zero();
+    for (uint32_t i = 0; i < rope.n_pairs; i += S::kLanes) {
+      const V x = S::Load(first + i), y = S::Load(first + padded + i);
+      const V c = S::Load(coarse + i), s = S::Load(coarse + stride + i);
+      const V a = S::Fma(y, s, S::Mul(x, c)), b = S::Fnma(x, s, S::Mul(y, c));
+      S::Store(fast_cos + i, a);
+      S::Store(fast_sin + i, b);
+      if (i + S::kLanes <= rope.n_fast) continue;
+      const V mc = S::Load(rope.middle + i), ms = S::Load(rope.middle + stride + i);
+      const V w = S::Load(rope.middle + 2 * stride + i);  // 0 for fast pairs, as are mc and ms
+      const V am = S::Fma(b, ms, S::Mul(a, mc)), bm = S::Fnma(a, ms, S::Mul(b, mc));
+      const V w2 = S::Mul(w, w);
+      c0 = S::Add(c0, am);
+      c1 = S::Fma(bm, w, c1);
+      c2 = S::Fma(am, w2, c2);
+      c3 = S::Fma(S::Mul(bm, w), w2, c3);
+    }
+    for (uint32_t i = 0; i < rope.n_fast; ++i) {
+      terms[i] = fast_cos[i];
+      terms[rope.n_fast + i] = fast_sin[i];
+    }
+    float* powers = terms + 2 * rope.n_fast;
+    powers[0] = S::Sum(c0) + constant_[m];
+    powers[1] = S::Sum(c1);
+    powers[2] = S::Sum(c2) * (-1.0f / 2.0f);
+    powers[3] = S::Sum(c3) * (-1.0f / 6.0f);
+  }
+
+  /// Any position, one pair after the other.
+  float One(uint32_t m, int32_t pos) const {
+    const RopeView& rope = h_.rope;
+    const uint32_t p = pos < 0 ? 0u - static_cast<uint32_t>(pos) : static_cast<uint32_t>(pos);
+    const float sign = pos < 0 ? -1.0f : 1.0f;
+    const float* coarse = rope.coarse + static_cast<size_t>(p >> 6) * 2 * rope.stride;
+    const float* fine = rope.fine + static_cast<size_t>(p & 63) * 2 * rope.stride;
+    const uint32_t padded = PadLanes(rope.n_pairs);
+    const float* first = s_.mean_q + static_cast<size_t>(m) * 2 * padded;
+    float sum = constant_[m];
+    for (uint32_t i = 0; i < rope.n_pairs; ++i) {
+      const float cc = coarse[i], cs = coarse[rope.stride + i];
+      const float fc = fine[i], fs = fine[rope.stride + i];
+      sum += first[i] * (cc * fc - cs * fs) + first[padded + i] * sign * (cs * fc + cc * fs);
+    }
+    return sum;
+  }
+
+  const BlockArgs& a_;
+  const HeadArgs& h_;
+  const Scratch& s_;
+  float constant_[kDecodeVectors];
+  int32_t tag_[2] = {-1, -1};
+};
+
+/// Adds the rotated mean to 8 decoded keys: channel c, token t at dst[c * stride + t].
+template <class S>
+void AddMeanKeys(const HeadArgs& h, int32_t pos, uint32_t pos_stride, float* coef, float* dst,
+                 size_t stride) {
+  const float* mean = h.token->k.mean;
+  const RopeView& rope = h.rope;
+  const uint32_t n = rope.coarse == nullptr ? 0 : rope.n_pairs;
+  for (uint32_t c = 0; c < h.head_dim; ++c) {
+    if (n != 0 && c >= rope.offset && c < rope.offset + 2 * n) continue;
+    for (uint32_t t = 0; t < 8; ++t) dst[c * stride + t] += mean[c];
+  }
+  if (n == 0) return;
+  float *zeros = coef, *means = coef + 2 * n + 2 * kPad;
+  float* rotation = means + 2 * n + 2 * kPad;
+  for (uint32_t i = 0; i < 2 * n + 2 * kPad; ++i) {
+    zeros[i] = 0.0f;
+    means[i] = i < 2 * n ? mean[rope.offset + i] : 0.0f;
+  }
+  for (uint32_t t = 0; t < 8; ++t) {
+    if (t == 0 || pos_stride != 0) {
+      RotationCoefficients<S>(rope, pos + static_cast<int32_t>(t * pos_stride), zeros, means,
+                              rotation);
+    }
+    for (uint32_t i = 0; i < n; ++i) {
+      const uint32_t x = rope.offset + (rope.halves ? i : 2 * i), y = x + (rope.halves ? n : 1);
+      dst[x * stride + t] += rotation[i];
+      dst[y * stride + t] += rotation[3 * kCoefStride + i];
+    }
+  }
+}
+
+}  // namespace qevict::kernels::internal

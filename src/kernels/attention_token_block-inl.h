@@ -1,0 +1,202 @@
+// The part of a block of query vectors that looks at windows in a token code: queries of 8 bits,
+// an output of its own in the order of places, and its join with the output proper. Included by
+// attention_<isa>.cc.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/attention_mean-inl.h"
+#include "kernels/attention_token-inl.h"
+
+namespace qevict::kernels::internal {
+
+/// Blocks of 8 tokens of the tile's windows in a token code that somebody sees.
+struct TokenTile {
+  TokenBlock blocks[kTile / 8 + 1];
+  uint32_t n = 0;
+
+  void List(const HeadArgs& h, const WindowRef& w, uint32_t column, uint32_t seen) {
+    for (uint32_t part = 0; part < h.window / 8; ++part) {
+      if ((seen >> (8 * part) & 0xFFu) != 0) blocks[n++] = LocateTokens(h, w, part, column);
+    }
+  }
+};
+
+template <class S>
+class TokenPart {
+ public:
+  explicit TokenPart(const BlockArgs& args)
+      : a_(args), h_(*args.head), s_(args.scratch), mean_(args) {}
+
+  // Decode form.
+
+  void Prepare() {
+    const size_t stride = QueryStride();
+    for (uint32_t m = 0; m < a_.n_vec; ++m) {
+      queries_[m] = QuantizeQuery<S>(h_.token->k, s_.q + static_cast<size_t>(m) * h_.head_dim,
+                                     s_.q_bytes + m * stride);
+    }
+    if (mean_.active()) mean_.Prepare();
+    __builtin_memset(s_.token_o, 0, sizeof(float) * a_.n_vec * s_.token_stride);
+  }
+
+  void Score(const TokenTile& tile) {
+    const size_t stride = QueryStride();
+    for (uint32_t i = 0; i < tile.n; i += S::kLanes / 8) {
+      const TokenBlock& x = tile.blocks[i];  // the last one may be its own partner
+      const TokenBlock& y = i + 1 < tile.n ? tile.blocks[i + 1] : x;
+      for (uint32_t m = 0; m < a_.n_vec;) {
+        const uint32_t n = BlockOf(m);
+        WithBlock(n, [&](auto block) {
+          ScoreTokens<S, decltype(block)::value>(h_.token->k, x, y, s_.q_bytes + m * stride, stride,
+                                                 queries_ + m, s_.scores + m * kTile);
+        });
+        m += n;
+      }
+    }
+    if (!mean_.active()) return;
+    for (uint32_t i = 0; i < tile.n; ++i) {
+      const TokenBlock& x = tile.blocks[i];
+      for (uint32_t m = 0; m < a_.n_vec; ++m) {
+        mean_.Add(m, x.pos, x.pos_stride, s_.scores + m * kTile + x.column);
+      }
+    }
+  }
+
+  /// Adds probability * value of the tile's blocks to the part's output.
+  void Add(const TokenTile& tile, uint64_t seen) {
+    alignas(64) float scale[kTile] = {}, zero[kTile] = {};
+    const VectorCode& code = h_.token->v;
+    for (uint32_t i = 0; i < tile.n; ++i) {
+      const TokenBlock& b = tile.blocks[i];
+      WidenF16<S>(b.v_scale, 8, wide_);
+      __builtin_memcpy(scale + b.column, wide_, 32);
+      if (!code.has_zero) continue;
+      WidenF16<S>(b.v_zero, 8, wide_);
+      __builtin_memcpy(zero + b.column, wide_, 32);
+    }
+    for (uint32_t i = 0; code.mean != nullptr && i < kTile; ++i) held_[i] = 0.0f;
+    for (uint32_t i = 0; code.mean != nullptr && i < tile.n; ++i) {
+      for (uint32_t t = 0; t < 8; ++t) held_[tile.blocks[i].column + t] = 1.0f;
+    }
+    for (uint32_t i = 0; i < kTile; i += S::kLanes) {  // what nobody sees may hold anything
+      const uint32_t bits = static_cast<uint32_t>(seen >> i);
+      S::Store(scale + i, S::IfBits(bits, S::Load(scale + i), S::Zero()));
+      S::Store(zero + i, S::IfBits(bits, S::Load(zero + i), S::Zero()));
+    }
+    for (uint32_t m = 0; m < a_.n_vec;) {
+      const uint32_t n = BlockOf(m);
+      AddBlock(tile, m, n, scale, zero);
+      m += n;
+    }
+  }
+
+  void Rescale(uint32_t m, float factor) {
+    float* o = s_.token_o + static_cast<size_t>(m) * s_.token_stride;
+    const auto f = S::Set1(factor);
+    for (uint32_t j = 0; j < s_.token_stride; j += S::kLanes)
+      S::Store(o + j, S::Mul(S::Load(o + j), f));
+  }
+
+  /// o [n_vec][dv_pad] += the part's output, in the order of channels.
+  void Join(float* o) {
+    const VectorCode& code = h_.token->v;
+    for (uint32_t m = 0; m < a_.n_vec; ++m) {
+      const float* places = s_.token_o + static_cast<size_t>(m) * s_.token_stride;
+      float* out = o + static_cast<size_t>(m) * h_.dv_pad;
+      const float zeros = places[ZerosAt()];
+      for (uint32_t j = 0; j < code.n_places; ++j) {
+        if (code.step[j] != 0.0f) out[code.channel[j]] += code.step[j] * (places[j] + zeros);
+      }
+      for (uint32_t c = 0; code.mean != nullptr && c < h_.head_dim_v; ++c) {
+        out[c] += code.mean[c] * places[MassAt()];
+      }
+    }
+  }
+
+  // Prompt form: tiles of f32.
+
+  void DecodeKeys(const TokenTile& tile, float* k_tile) {
+    for (uint32_t i = 0; i < tile.n; i += S::kLanes / 8) {
+      const TokenBlock& x = tile.blocks[i];
+      DecodeTokenKeys<S>(h_.token->k, x, i + 1 < tile.n ? tile.blocks[i + 1] : x, h_.head_dim,
+                         k_tile, kTile);
+    }
+    if (!mean_.active()) return;
+    for (uint32_t i = 0; i < tile.n; ++i) {
+      const TokenBlock& x = tile.blocks[i];
+      AddMeanKeys<S>(h_, x.pos, x.pos_stride, s_.coef, k_tile + x.column, kTile);
+    }
+  }
+
+  void DecodeValues(const TokenTile& tile, uint64_t seen, float* v_tile) {
+    const VectorCode& code = h_.token->v;
+    for (uint32_t i = 0; i < tile.n; ++i) {
+      const TokenBlock& b = tile.blocks[i];
+      alignas(64) float scale[kPad], zero[kPad] = {};
+      WidenF16<S>(b.v_scale, 8, scale);
+      if (code.has_zero) WidenF16<S>(b.v_zero, 8, zero);
+      for (uint32_t t = 0; t < 8; ++t) {
+        if ((seen >> (b.column + t) & 1) == 0) continue;
+        DecodeTokenValue<S>(code, b, t, scale[t], zero[t], s_.token_values);
+        for (uint32_t c = 0; c < h_.dv_pad; ++c) {
+          const bool mean = code.mean != nullptr && c < h_.head_dim_v;
+          *ValueCell(v_tile, b.column + t, c) = mean ? code.mean[c] : 0.0f;
+        }
+        for (uint32_t j = 0; j < code.n_places; ++j) {
+          if (code.step[j] == 0.0f) continue;
+          *ValueCell(v_tile, b.column + t, code.channel[j]) += s_.token_values[j];
+        }
+      }
+    }
+  }
+
+ private:
+  size_t QueryStride() const { return PadLanes(h_.token->k.n_places); }
+  /// Behind the places of a query vector's output: sum of probability * zero, and of
+  /// probabilities.
+  uint32_t ZerosAt() const { return s_.token_stride - kPad; }
+  uint32_t MassAt() const { return ZerosAt() + 1; }
+  uint32_t BlockOf(uint32_t m) const {
+    const uint32_t left = a_.n_vec - m, parts = (left + kMaxBlock - 1) / kMaxBlock;
+    return (left + parts - 1) / parts;
+  }
+
+  static float DotTile(const float* x, const float* y) {
+    auto sum = S::Zero();
+    for (uint32_t t = 0; t < kTile; t += S::kLanes) {
+      sum = S::Fma(S::Load(x + t), S::Load(y + t), sum);
+    }
+    return S::Sum(sum);
+  }
+
+  void AddBlock(const TokenTile& tile, uint32_t m, uint32_t n, const float* scale,
+                const float* zero) {
+    const VectorCode& code = h_.token->v;
+    float units[kMaxBlock];
+    int32_t start[kMaxBlock];
+    for (uint32_t i = 0; i < n; ++i) {
+      const float* p = s_.scores + (m + i) * kTile;
+      units[i] = QuantizeWeights<S>(p, scale, s_.weights + (m + i) * kTile, start[i]);
+      start[i] *= -code.center;
+      float* o = s_.token_o + static_cast<size_t>(m + i) * s_.token_stride;
+      if (code.has_zero) o[ZerosAt()] += DotTile(p, zero);
+      if (code.mean != nullptr) o[MassAt()] += DotTile(p, held_);
+    }
+    float* o = s_.token_o + static_cast<size_t>(m) * s_.token_stride;
+    WithBlock(n, [&](auto block) {
+      AddTokens<S, decltype(block)::value>(code, tile.blocks, tile.n, s_.weights + m * kTile, start,
+                                           units, o, s_.token_stride, code.n_places);
+    });
+  }
+
+  const BlockArgs& a_;
+  const HeadArgs& h_;
+  const Scratch& s_;
+  TokenQuery queries_[kDecodeVectors];
+  alignas(64) float wide_[kPad];
+  alignas(64) float held_[kTile];  ///< 1 where the tile's column is a token of this kind
+  MeanPart<S> mean_;
+};
+
+}  // namespace qevict::kernels::internal

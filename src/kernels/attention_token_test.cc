@@ -1,0 +1,208 @@
+// Token codes against the double-precision reference: bits, segments, orders, windows, masks; and
+// the same integers on every ISA.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include "kernels/attention.h"
+#include "kernels/attention_test_util.h"
+
+namespace qevict::kernels {
+namespace {
+
+class TokenCodeTest : public testing::TestWithParam<Isa> {
+ protected:
+  void SetUp() override {
+    before_ = ActiveIsa();
+    ASSERT_TRUE(ForceIsa(GetParam()));
+  }
+  void TearDown() override { ForceIsa(before_); }
+  void Check(const ProblemParams& params) {
+    Problem problem(params);
+    problem.Run(*pool_, workspace_);
+    ASSERT_EQ(problem.Compare(), "") << params.Name();
+  }
+
+  Isa before_ = Isa::kScalar;
+  std::unique_ptr<ParallelFor> pool_ = MakeSerial();
+  Workspace workspace_;
+};
+
+INSTANTIATE_TEST_SUITE_P(AllIsas, TokenCodeTest, testing::ValuesIn(AllIsas()),
+                         [](const auto& isa) { return std::string(IsaName(isa.param)); });
+
+ProblemParams TokenParams() {
+  ProblemParams p;
+  p.formats = Formats::kToken;
+  return p;
+}
+
+TEST_P(TokenCodeTest, MatchesReferenceForAllBits) {
+  for (uint32_t bits : {1u, 2u, 3u, 4u, 8u}) {
+    for (uint32_t window : {8u, 16u, 32u}) {
+      for (uint32_t rows : {1u, 3u, 20u}) {
+        for (bool zero : {false, true}) {
+          ProblemParams p = TokenParams();
+          p.token_bits = bits;
+          p.token_zero = zero;
+          p.window = window;
+          p.n_rows = rows;
+          p.n_windows = 150 / window + 2;
+          p.mask = rows == 1 ? Mask::kPartialLast : Mask::kHoles;
+          Check(p);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(TokenCodeTest, MatchesReferenceForAllHeadDims) {
+  for (uint32_t d : {8u, 16u, 40u, 64u, 72u, 80u, 96u, 112u, 128u, 256u, 512u}) {
+    for (uint32_t bits : {1u, 2u, 3u, 4u, 8u}) {
+      for (uint32_t rows : {1u, 9u}) {
+        ProblemParams p = TokenParams();
+        p.n_gqa = 3;
+        p.head_dim = d;
+        p.head_dim_v = d == 8 ? 72 : d - 8;
+        p.rope.n_dims = d;
+        p.token_bits = bits;
+        p.n_rows = rows;
+        p.n_windows = 11;
+        p.mask = Mask::kCausal;
+        Check(p);
+      }
+    }
+  }
+}
+
+TEST_P(TokenCodeTest, MatchesReferenceForUnequalBitsInAnyOrder) {
+  const std::vector<TokenSegment> splits[] = {
+      {{4, 2}, {2, 1}, {1, 1}},          // all of 64 channels
+      {{8, 1}, {4, 1}, {3, 1}, {2, 1}},  // all of 64 channels, every kind but one
+      {{4, 3}, {2, 1}},                  // 24 channels without a place
+      {{3, 1}, {1, 1}},
+      {{8, 1}, {4, 2}, {3, 1}, {2, 1}, {1, 1}},  // with padding
+  };
+  for (const auto& split_k : splits) {
+    for (const auto& split_v : splits) {
+      for (uint32_t rows : {1u, 2u, 30u}) {
+        ProblemParams p = TokenParams();
+        p.token_k = split_k;
+        p.token_v = split_v;
+        p.token_zero = rows == 2;
+        p.n_rows = rows;
+        p.n_windows = 21;
+        p.mask = rows == 2 ? Mask::kHoles : Mask::kCausal;
+        Check(p);
+      }
+    }
+  }
+}
+
+TEST_P(TokenCodeTest, MatchesReferenceForAllGroupSizesAndRowsAmongOtherTiers) {
+  for (uint32_t n_gqa : {1u, 2u, 3u, 5u, 7u, 8u, 9u, 20u}) {
+    for (uint32_t rows : {1u, 2u, 5u, 16u, 33u}) {
+      if (n_gqa * rows > 200) continue;
+      ProblemParams p = TokenParams();
+      p.formats = Formats::kMixed;
+      p.n_gqa = n_gqa;
+      p.head_dim = 40;
+      p.head_dim_v = 24;
+      p.rope.n_dims = 40;
+      p.n_rows = rows;
+      p.n_windows = 41;
+      p.mask = rows % 2 == 0 ? Mask::kCausal : Mask::kHoles;
+      p.mass_first_row = rows / 3;
+      p.blind_row = rows == 5;
+      p.bias = p.slopes = rows == 2;
+      p.sinks = rows == 5;
+      Check(p);
+    }
+  }
+}
+
+TEST_P(TokenCodeTest, MatchesReferenceForWindowCountsAroundTiles) {
+  for (uint32_t n : {1u, 2u, 7u, 8u, 9u, 15u, 16u, 17u, 63u, 64u, 65u, 300u}) {
+    for (uint32_t rows : {1u, 6u}) {
+      ProblemParams p = TokenParams();
+      p.n_gqa = 4;
+      p.n_rows = rows;
+      p.n_windows = n;
+      p.mask = rows == 1 ? Mask::kPartialLast : Mask::kCausal;
+      Check(p);
+    }
+  }
+}
+
+TEST_P(TokenCodeTest, MeansAreAddedAtEveryPosition) {
+  RopeParams shapes[4] = {};
+  for (RopeParams& r : shapes) r.pairing = RopePairing::kHalves, r.n_dims = 64;
+  shapes[0].freq_base = 1e6f;
+  shapes[1].pairing = RopePairing::kInterleaved;
+  shapes[2].n_dims = 20, shapes[2].offset = 8;
+  shapes[3].freq_base = 50.0f;  // all pairs turn fast
+  shapes[3].attn_factor = 1.3f;
+  for (const RopeParams& rope : shapes) {
+    for (const int32_t first_pos : {0, 3, 61, 5000, -100}) {
+      for (const uint32_t rows : {1u, 2u, 9u}) {
+        for (const uint32_t window : {8u, 16u}) {
+          ProblemParams p = TokenParams();
+          p.rope = rope;
+          p.token_mean = true;
+          p.token_zero = rows == 2;
+          p.window = window;
+          p.token_k = {{4, 2}, {2, 1}, {1, 1}};
+          p.first_pos = first_pos;
+          p.n_rows = rows;
+          p.n_windows = 30;
+          p.shared_positions = rows == 2;
+          p.use_rope = first_pos != 3 || rows != 1;
+          p.mask = Mask::kHoles;
+          Check(p);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(TokenCodeTest, ZeroAndHugeQueriesGiveNumbers) {
+  ProblemParams p = TokenParams();
+  p.n_windows = 20;
+  Problem problem(p);
+  for (const float q : {0.0f, 1e-38f, 1e30f}) {
+    AttentionGroup group = problem.group();
+    std::vector<float> queries(group.q_row_stride, q), out(group.out_row_stride);
+    group.q = queries.data();
+    group.out = out.data();
+    ASSERT_TRUE(Attend({&group, 1}, *pool_, workspace_));
+    for (uint32_t h = 0; h < 14; ++h) {
+      for (uint32_t c = 0; c < 64; ++c) {
+        ASSERT_TRUE(std::isfinite(out[h * group.out_head_stride + c])) << q;
+      }
+    }
+  }
+}
+
+TEST_P(TokenCodeTest, InstructionSetsAgreeWithTheScalarKernel) {
+  ProblemParams p = TokenParams();
+  p.token_k = {{4, 2}, {2, 1}, {1, 1}};
+  p.token_v = {{4, 2}, {3, 1}, {2, 1}};
+  p.token_zero = false;
+  p.n_windows = 100;
+  Problem problem(p);
+  problem.Run(*pool_, workspace_);
+  const std::vector<float> out = problem.out(), mass = problem.mass();
+  ASSERT_TRUE(ForceIsa(Isa::kScalar));
+  problem.Run(*pool_, workspace_);
+  for (size_t i = 0; i < out.size(); ++i) {
+    ASSERT_NEAR(out[i], problem.out()[i], 2e-5) << i;
+  }
+  for (size_t i = 0; i < mass.size(); ++i) {
+    ASSERT_NEAR(mass[i], problem.mass()[i], 2e-6 * mass[i]) << i;
+  }
+}
+
+}  // namespace
+}  // namespace qevict::kernels
