@@ -110,19 +110,11 @@ uint32_t KeyWords(uint32_t quarter_bits, const RowShape& shape) {
          (shape.head_dim + shape.head_dim_v);
 }
 
-/// Means, and what is left around them.
-struct Moments {
-  std::vector<double> mean, square;
-};
-Moments MomentsOf(std::span<const double> sum, std::span<const double> square, uint64_t n) {
-  Moments m;
-  for (size_t c = 0; c < sum.size(); ++c) {
-    const double count = static_cast<double>(std::max<uint64_t>(n, 1));
-    const double mean = sum[c] / count;
-    m.mean.push_back(mean);
-    m.square.push_back(std::max(square[c] / count - mean * mean, 1e-12));
-  }
-  return m;
+/// Mean of n numbers per channel, from their sums.
+std::vector<double> MeanOf(std::span<const double> sums, uint64_t n) {
+  std::vector<double> mean(sums.begin(), sums.end());
+  for (double& x : mean) x /= static_cast<double>(std::max<uint64_t>(n, 1));
+  return mean;
 }
 
 /// Both channels of a RoPE pair get the pair's average.
@@ -188,7 +180,7 @@ struct Encoder {
     return yy > 0.0 ? static_cast<float>(xy / yy) : 0.0f;
   }
 
-  /// One token: x [dim] residual, or what is left of it when `mean` is taken off.
+  /// One token of x [dim].
   void Encode(const float* x, const float* sigma, uint32_t token, uint8_t* words, uint8_t* scales) {
     double sum = 0.0;
     uint32_t n = 0;
@@ -231,11 +223,9 @@ void WaterFillStats::AddKey(const float* before_rope, uint32_t head_dim) {
 }
 
 void WaterFillStats::AddValue(const float* value, uint32_t head_dim_v) {
-  v_sum.resize(head_dim_v);
   v_square.resize(head_dim_v);
   for (uint32_t c = 0; c < head_dim_v; ++c) {
     const double x = Finite(value[c]);
-    v_sum[c] += x;
     v_square[c] += x * x;
   }
   ++n;
@@ -285,22 +275,23 @@ WaterFillCodec::WaterFillCodec(uint32_t quarter_bits, uint32_t window, const Row
     return x;
   };
   for (const WaterFillStats& s : stats) {
-    Moments k = MomentsOf(s.k_sum, s.k_square, s.n), v = MomentsOf(s.v_sum, s.v_square, s.n);
-    AveragePairs(rope, k.square);
+    const std::vector<double> mean = MeanOf(s.k_sum, s.n);
+    std::vector<double> k = MeanOf(s.k_square, s.n), v = MeanOf(s.v_square, s.n);
+    for (size_t c = 0; c < k.size(); ++c) k[c] = std::max(k[c] - mean[c] * mean[c], 1e-12);
+    for (double& x : v) x = std::max(x, 1e-12);
+    AveragePairs(rope, k);
     std::vector<double> weight(shape.head_dim, 1.0);
     for (size_t c = 0; c < s.q_square.size(); ++c) weight[c] = std::max(s.q_square[c], 1e-12);
     AveragePairs(rope, weight);
     std::vector<double> energy(shape.head_dim);
-    for (size_t c = 0; c < energy.size(); ++c) energy[c] = weight[c] * k.square[c];
-    k_.push_back(FillWater(energy, root(k.square), k_words));
-    v_.push_back(FillWater(v.square, root(v.square), v_words));
-    k_.back().mean.assign(k.mean.begin(), k.mean.end());
-    v_.back().mean.assign(v.mean.begin(), v.mean.end());
+    for (size_t c = 0; c < energy.size(); ++c) energy[c] = weight[c] * k[c];
+    k_.push_back(FillWater(energy, root(k), k_words));
+    v_.push_back(FillWater(v, root(v), v_words));
+    k_.back().mean.assign(mean.begin(), mean.end());
   }
   for (size_t h = 0; h < k_.size(); ++h) {
     kernels::TokenCode code{k_[h].code, v_[h].code};
     code.k.mean = k_[h].mean.data();
-    code.v.mean = v_[h].mean.data();
     codes_.push_back(code);
   }
 }
@@ -337,11 +328,8 @@ void WaterFillCodec::Encode(uint32_t kv_head, uint32_t n, const float* k, const 
                           uint8_t* words) {
     Encoder encoder(code, window_, is_k);
     const std::vector<float> sigma = SigmaOf(code);
-    std::vector<float> residual(dim);
     for (uint32_t t = 0; t < n; ++t, x += dim) {
-      for (uint32_t c = 0; c < dim; ++c) residual[c] = x[c] - (is_k ? 0.0f : code.mean[c]);
-      encoder.Encode(residual.data(), sigma.data(), t, words,
-                     words + size_t{window_} * code.n_words * 4);
+      encoder.Encode(x, sigma.data(), t, words, words + size_t{window_} * code.n_words * 4);
     }
   };
   encode(codes_[kv_head].k, true, k, shape_.head_dim, block);
@@ -357,7 +345,7 @@ void WaterFillCodec::Decode(uint32_t kv_head, uint32_t n, const uint8_t* block, 
     const uint8_t* scales = words + size_t{window_} * code.n_words * 4;
     for (uint32_t t = 0; t < n; ++t, x += dim) {
       const float scale = LoadF16(scales, t);
-      for (uint32_t c = 0; c < dim; ++c) x[c] = is_k ? 0.0f : code.mean[c];
+      std::fill_n(x, dim, 0.0f);
       ForPlaces(code, [&](uint32_t s, uint32_t j) {
         const float level = LevelOf(code, s, writer.Get(words, t, j));
         x[code.channel[j]] += code.step[j] * scale * level;

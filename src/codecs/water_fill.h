@@ -4,17 +4,21 @@
 // Static per kv head, from keys and values seen so far (WaterFillStats), frozen when the first
 // window is packed:
 //
-//   m[c]      mean of the keys before RoPE; of values the plain mean
-//   sigma[c]  RMS of what is left, of keys after RoPE: both channels of a pair share theirs
+//   m[c]      mean of the keys before RoPE
+//   sigma[c]  RMS of the values; of keys of what is left, after RoPE: both channels of a pair
+//             share theirs
 //   b[c]      0, 1, 2, 3, 4 or 8 bits, chosen so that the sum over channels of
 //               weight[c] * sigma[c]^2 * D(b[c])
 //             is least at the given number of words; weight: query energy E[q_c^2] for keys, 1 for
 //             values; D: distortion of a unit Gaussian at its Lloyd-Max levels (1, .3634, .1175,
 //             .03454, .009497, and .00004 for 8 bits)
 //
-// Per token: a key is R_p m + residual, a value m + residual, and
+// Values keep their mean: tokens that attract attention have small values, whose scale is small,
+// too, and a mean that is taken off would drown them (measured: docs/codecs.md).
 //
-//   residual[c] = sigma[c] * u_b * scale * (level - 63)       for a code of b bits
+// Per token: a key is R_p m + residual, and of a residual or a value x
+//
+//   x[c] = sigma[c] * u_b * scale * (level - 63)       for a code of b bits
 //
 // level - 63: Lloyd-Max levels of a unit Gaussian in steps of u_b = (largest level) / 63, rounded.
 // Codes are taken at the gain g = RMS of residual[c] / sigma[c] over coded channels; scale is then
@@ -40,7 +44,7 @@ namespace qevict::codecs {
 struct WaterFillStats {
   uint64_t n = 0;                       ///< tokens
   std::vector<double> k_sum, k_square;  ///< [D] keys before RoPE; squares around the mean later
-  std::vector<double> v_sum, v_square;  ///< [Dv]
+  std::vector<double> v_square;         ///< [Dv]
   std::vector<double> q_square;         ///< [D] energy of the queries; empty or 0: all alike
   void AddKey(const float* before_rope, uint32_t head_dim);
   void AddValue(const float* value, uint32_t head_dim_v);

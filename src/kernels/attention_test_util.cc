@@ -235,14 +235,16 @@ void Problem::MakeTokenCodes() {
   };
   for (uint32_t h = 0; h < p.n_kv_heads; ++h) {
     codes_.push_back(
-        {MakeVectorCode(p.head_dim, p.token_k.empty() ? uniform(p.head_dim) : p.token_k),
-         MakeVectorCode(p.head_dim_v, p.token_v.empty() ? uniform(p.head_dim_v) : p.token_v)});
+        {MakeVectorCode(p.head_dim, p.token_k.empty() ? uniform(p.head_dim) : p.token_k, true),
+         MakeVectorCode(p.head_dim_v, p.token_v.empty() ? uniform(p.head_dim_v) : p.token_v,
+                        false)});
   }
   shape_.token = codes_.data();
   shape_.head_bytes[3] = TokenHeadBytes(p.window, codes_[0]) + p.head_gap;
 }
 
-VectorCode Problem::MakeVectorCode(uint32_t dim, const std::vector<TokenSegment>& segments) {
+VectorCode Problem::MakeVectorCode(uint32_t dim, const std::vector<TokenSegment>& segments,
+                                   bool is_k) {
   const bool ordered = params_.token_k.empty() && params_.token_v.empty();
   VectorCode code;
   code.has_zero = params_.token_zero;
@@ -272,7 +274,7 @@ VectorCode Problem::MakeVectorCode(uint32_t dim, const std::vector<TokenSegment>
       (*channels_.back())[place] = channels[channel++];
     }
   }
-  if (params_.token_mean) {
+  if (params_.token_mean && is_k) {
     means_.push_back(std::make_unique<std::vector<float>>(dim));
     for (float& x : *means_.back()) x = 2.0f * Normal();
     code.mean = means_.back()->data();

@@ -82,7 +82,7 @@ class Problem {
   void FillFull(size_t window, uint32_t kv_head);
   void FillPacked(size_t window, uint32_t kv_head);
   void MakeTokenCodes();
-  VectorCode MakeVectorCode(uint32_t dim, const std::vector<TokenSegment>& segments);
+  VectorCode MakeVectorCode(uint32_t dim, const std::vector<TokenSegment>& segments, bool is_k);
   void FillTokens(size_t window, uint32_t kv_head);
   uint32_t SeenBits(size_t window) const;
   float Normal() { return normal_(rng_); }

@@ -75,10 +75,6 @@ class TokenPart {
       WidenF16<S>(b.v_zero, 8, wide_);
       __builtin_memcpy(zero + b.column, wide_, 32);
     }
-    for (uint32_t i = 0; code.mean != nullptr && i < kTile; ++i) held_[i] = 0.0f;
-    for (uint32_t i = 0; code.mean != nullptr && i < tile.n; ++i) {
-      for (uint32_t t = 0; t < 8; ++t) held_[tile.blocks[i].column + t] = 1.0f;
-    }
     for (uint32_t i = 0; i < kTile; i += S::kLanes) {  // what nobody sees may hold anything
       const uint32_t bits = static_cast<uint32_t>(seen >> i);
       S::Store(scale + i, S::IfBits(bits, S::Load(scale + i), S::Zero()));
@@ -108,9 +104,6 @@ class TokenPart {
       for (uint32_t j = 0; j < code.n_places; ++j) {
         if (code.step[j] != 0.0f) out[code.channel[j]] += code.step[j] * (places[j] + zeros);
       }
-      for (uint32_t c = 0; code.mean != nullptr && c < h_.head_dim_v; ++c) {
-        out[c] += code.mean[c] * places[MassAt()];
-      }
     }
   }
 
@@ -139,13 +132,10 @@ class TokenPart {
       for (uint32_t t = 0; t < 8; ++t) {
         if ((seen >> (b.column + t) & 1) == 0) continue;
         DecodeTokenValue<S>(code, b, t, scale[t], zero[t], s_.token_values);
-        for (uint32_t c = 0; c < h_.dv_pad; ++c) {
-          const bool mean = code.mean != nullptr && c < h_.head_dim_v;
-          *ValueCell(v_tile, b.column + t, c) = mean ? code.mean[c] : 0.0f;
-        }
+        for (uint32_t c = 0; c < h_.dv_pad; ++c) *ValueCell(v_tile, b.column + t, c) = 0.0f;
         for (uint32_t j = 0; j < code.n_places; ++j) {
           if (code.step[j] == 0.0f) continue;
-          *ValueCell(v_tile, b.column + t, code.channel[j]) += s_.token_values[j];
+          *ValueCell(v_tile, b.column + t, code.channel[j]) = s_.token_values[j];
         }
       }
     }
@@ -153,10 +143,8 @@ class TokenPart {
 
  private:
   size_t QueryStride() const { return PadLanes(h_.token->k.n_places); }
-  /// Behind the places of a query vector's output: sum of probability * zero, and of
-  /// probabilities.
+  /// Behind the places of a query vector's output: sum of probability * zero.
   uint32_t ZerosAt() const { return s_.token_stride - kPad; }
-  uint32_t MassAt() const { return ZerosAt() + 1; }
   uint32_t BlockOf(uint32_t m) const {
     const uint32_t left = a_.n_vec - m, parts = (left + kMaxBlock - 1) / kMaxBlock;
     return (left + parts - 1) / parts;
@@ -181,7 +169,6 @@ class TokenPart {
       start[i] *= -code.center;
       float* o = s_.token_o + static_cast<size_t>(m + i) * s_.token_stride;
       if (code.has_zero) o[ZerosAt()] += DotTile(p, zero);
-      if (code.mean != nullptr) o[MassAt()] += DotTile(p, held_);
     }
     float* o = s_.token_o + static_cast<size_t>(m) * s_.token_stride;
     WithBlock(n, [&](auto block) {
@@ -195,7 +182,6 @@ class TokenPart {
   const Scratch& s_;
   TokenQuery queries_[kDecodeVectors];
   alignas(64) float wide_[kPad];
-  alignas(64) float held_[kTile];  ///< 1 where the tile's column is a token of this kind
   MeanPart<S> mean_;
 };
 

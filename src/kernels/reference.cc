@@ -230,7 +230,6 @@ void ReferenceValue(const AttentionShape& s, const WindowRef& w, uint32_t kv_hea
     const TokenCode& code = s.token[kv_head];
     block += TokenCodeBytes(s.window, code.k.n_words, code.k.has_zero);
     DecodeToken(code.v, block, s.window, dv, token, false, value);
-    for (uint32_t c = 0; code.v.mean != nullptr && c < dv; ++c) value[c] += code.v.mean[c];
     return;
   }
   const uint32_t bits = w.format == WindowFormat::kPacked2 ? 2 : 4;

@@ -23,9 +23,8 @@
 //   K scale   f16 [W]                           V scale   f16 [W]
 //   K zero    f16 [W], if K has zeros           V zero    f16 [W], if V has zeros
 //
-// Keys are coded as the query meets them, after RoPE. A static mean may be left out of the codes:
-// a key is then R_p mean + what is coded, with the mean before RoPE, and a value mean + what is
-// coded.
+// Keys are coded as the query meets them, after RoPE. A static mean may be left out of their codes:
+// a key is then R_p mean + what is coded, with the mean before RoPE.
 #pragma once
 
 #include <cstddef>
@@ -54,7 +53,7 @@ struct VectorCode {
   uint32_t n_places = 0;              ///< padding included
   const float* step = nullptr;        ///< [n_places], 0 for padding
   const uint16_t* channel = nullptr;  ///< [n_places]
-  const float* mean = nullptr;        ///< [dim], or null
+  const float* mean = nullptr;        ///< keys: [head_dim], or null
 };
 
 struct TokenCode {
