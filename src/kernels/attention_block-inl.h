@@ -21,6 +21,7 @@ class Block {
        : format == WindowFormat::kToken ? has_tokens_
                                         : has_packed_) = true;
     }
+    if (has_tokens_) key_units_ = tokens_.KeyUnits();
   }
 
   void Run() {
@@ -167,7 +168,10 @@ class Block {
     TokenTile tile;
     for (uint32_t i = 0; has_tokens_ && i < n_win; ++i) {
       const WindowRef& w = Window(first + i);
-      if (w.format == WindowFormat::kToken) tile.List(h_, w, i * h_.window, WindowBits(seen, i));
+      if (w.format != WindowFormat::kToken) continue;
+      const uint32_t ahead = first + i + h_.tile_windows;
+      tile.List(h_, w, i * h_.window, WindowBits(seen, i),
+                ahead < a_.n_win ? &Window(ahead) : nullptr, key_units_);
     }
     return tile;
   }
@@ -414,6 +418,7 @@ class Block {
   const Scratch& s_;
   TokenPart<S> tokens_;
   bool has_full_ = false, has_packed_ = false, has_tokens_ = false;
+  uint32_t key_units_ = 1;  // of token codes
 };
 
 template <class S>

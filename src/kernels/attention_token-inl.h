@@ -20,6 +20,7 @@ struct TokenBlock {
   uint32_t column;  ///< of the tile
   int32_t pos;      ///< token t has position pos + t * pos_stride
   uint32_t pos_stride;
+  Ahead ahead;  ///< fetched while the block is scored, in as many steps as its keys have units
 };
 
 /// Tokens 8 * part ... of window w.
@@ -97,13 +98,16 @@ typename S::I KeyBytes(const typename S::I* words, uint32_t i) {
 /// place on. a, b: the segment's words of the 8 tokens of each half of the lanes.
 template <class S, int kBits, int kM>
 void DotSegment(const uint8_t* a, const uint8_t* b, uint32_t n_units, const uint8_t* table,
-                const int8_t* q, size_t q_stride, typename S::I (&acc)[kM]) {
+                const int8_t* q, size_t q_stride, Ahead& ahead_a, Ahead& ahead_b,
+                typename S::I (&acc)[kM]) {
   constexpr uint32_t kWords = WordsOfUnit(kBits), kSteps = PlacesOfUnit(kBits) / 4;
   const typename S::Levels levels(table);
   for (uint32_t u = 0; u < n_units; ++u, a += 32 * kWords, b += 32 * kWords) {
     typename S::I words[kWords];
 #pragma GCC unroll 3
     for (uint32_t w = 0; w < kWords; ++w) words[w] = S::LoadWords(a + 32 * w, b + 32 * w);
+    ahead_a.Fetch();
+    if constexpr (S::kLanes > 8) ahead_b.Fetch();
 #pragma GCC unroll 8
     for (uint32_t i = 0; i < kSteps; ++i, q += 4) {
       auto x = KeyBytes<S, kBits>(words, i);
@@ -143,10 +147,12 @@ void ScoreTokens(const VectorCode& code, const TokenBlock& x, const TokenBlock& 
   typename S::I acc[kM];
   for (int m = 0; m < kM; ++m) acc[m] = S::SetInt(queries[m].start);
   const uint8_t *a = x.k_words, *b = y.k_words;
+  Ahead ahead_a = x.ahead, ahead_b = y.ahead;
   for (uint32_t s = 0; s < code.n_segments; ++s) {
     const uint32_t bits = code.segments[s].bits, n_units = code.segments[s].n_units;
     WithBits(bits, [&](auto width) {
-      DotSegment<S, decltype(width)::value, kM>(a, b, n_units, code.levels[s], q, q_stride, acc);
+      DotSegment<S, decltype(width)::value, kM>(a, b, n_units, code.levels[s], q, q_stride, ahead_a,
+                                                ahead_b, acc);
     });
     a += 32 * WordsOfUnit(bits) * n_units;
     b += 32 * WordsOfUnit(bits) * n_units;

@@ -15,9 +15,19 @@ struct TokenTile {
   TokenBlock blocks[kTile / 8 + 1];
   uint32_t n = 0;
 
-  void List(const HeadArgs& h, const WindowRef& w, uint32_t column, uint32_t seen) {
-    for (uint32_t part = 0; part < h.window / 8; ++part) {
-      if ((seen >> (8 * part) & 0xFFu) != 0) blocks[n++] = LocateTokens(h, w, part, column);
+  /// Lists the parts of a window that somebody sees; the window one tile on is fetched meanwhile.
+  void List(const HeadArgs& h, const WindowRef& w, uint32_t column, uint32_t seen,
+            const WindowRef* next, uint32_t n_units) {
+    const uint32_t parts = h.window / 8;
+    for (uint32_t part = 0; part < parts; ++part) {
+      if ((seen >> (8 * part) & 0xFFu) == 0) continue;
+      TokenBlock& b = blocks[n++];
+      b = LocateTokens(h, w, part, column);
+      b.ahead = {w.data, 0, 0};
+      if (next == nullptr) continue;
+      const uint32_t bytes = h.head_bytes[static_cast<int>(next->format)] / parts;
+      b.ahead = {next->data + h.head_offset[static_cast<int>(next->format)] + part * bytes,
+                 bytes / 2, (bytes / 2 + n_units - 1) / n_units};
     }
   }
 };
@@ -27,6 +37,13 @@ class TokenPart {
  public:
   explicit TokenPart(const BlockArgs& args)
       : a_(args), h_(*args.head), s_(args.scratch), mean_(args) {}
+
+  /// Units of a key, at least 1.
+  uint32_t KeyUnits() const {
+    uint32_t n = 0;
+    for (uint32_t s = 0; s < h_.token->k.n_segments; ++s) n += h_.token->k.segments[s].n_units;
+    return n == 0 ? 1 : n;
+  }
 
   // Decode form.
 
