@@ -30,7 +30,7 @@ class AttentionTest : public testing::TestWithParam<Isa> {
   Workspace workspace_;
 };
 
-INSTANTIATE_TEST_SUITE_P(AllIsas, AttentionTest, testing::ValuesIn(AllIsas()),
+INSTANTIATE_TEST_SUITE_P(AllIsas, AttentionTest, testing::ValuesIn(FloatIsas()),
                          [](const auto& isa) { return std::string(IsaName(isa.param)); });
 
 constexpr Formats kFormats[] = {Formats::kFull, Formats::kPacked2, Formats::kPacked4,

@@ -29,6 +29,13 @@ std::vector<Isa> AllIsas() {
   return isas;
 }
 
+std::vector<Isa> FloatIsas() {
+  std::vector<Isa> isas = AllIsas();
+  std::erase(isas, Isa::kAvx512Vnni);
+  std::erase(isas, Isa::kNeonDot);
+  return isas;
+}
+
 std::string ProblemParams::Name() const {
   std::ostringstream s;
   s << "heads " << n_kv_heads << "x" << n_gqa << " D " << head_dim << "/" << head_dim_v << " W "

@@ -106,5 +106,7 @@ class Problem {
 
 /// ISAs that this CPU can run.
 std::vector<Isa> AllIsas();
+/// Those of them that differ in more than the integers of token codes.
+std::vector<Isa> FloatIsas();
 
 }  // namespace qevict::kernels

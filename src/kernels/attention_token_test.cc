@@ -36,20 +36,23 @@ INSTANTIATE_TEST_SUITE_P(AllIsas, TokenCodeTest, testing::ValuesIn(AllIsas()),
 ProblemParams TokenParams() {
   ProblemParams p;
   p.formats = Formats::kToken;
+  p.n_kv_heads = 1;
+  p.n_gqa = 3;
   return p;
 }
 
 TEST_P(TokenCodeTest, MatchesReferenceForAllBits) {
   for (uint32_t bits : {1u, 2u, 3u, 4u, 8u}) {
     for (uint32_t window : {8u, 16u, 32u}) {
-      for (uint32_t rows : {1u, 3u, 20u}) {
+      for (uint32_t rows : {1u, 9u}) {
         for (bool zero : {false, true}) {
           ProblemParams p = TokenParams();
           p.token_bits = bits;
           p.token_zero = zero;
           p.window = window;
           p.n_rows = rows;
-          p.n_windows = 150 / window + 2;
+          p.n_kv_heads = 2;
+          p.n_windows = 72 / window + 2;
           p.mask = rows == 1 ? Mask::kPartialLast : Mask::kHoles;
           Check(p);
         }
@@ -61,15 +64,15 @@ TEST_P(TokenCodeTest, MatchesReferenceForAllBits) {
 TEST_P(TokenCodeTest, MatchesReferenceForAllHeadDims) {
   for (uint32_t d : {8u, 16u, 40u, 64u, 72u, 80u, 96u, 112u, 128u, 256u, 512u}) {
     for (uint32_t bits : {1u, 2u, 3u, 4u, 8u}) {
+      if (d > 96 && bits != 3) continue;
       for (uint32_t rows : {1u, 9u}) {
         ProblemParams p = TokenParams();
-        p.n_gqa = 3;
         p.head_dim = d;
         p.head_dim_v = d == 8 ? 72 : d - 8;
         p.rope.n_dims = d;
         p.token_bits = bits;
         p.n_rows = rows;
-        p.n_windows = 11;
+        p.n_windows = 9;
         p.mask = Mask::kCausal;
         Check(p);
       }
@@ -87,13 +90,13 @@ TEST_P(TokenCodeTest, MatchesReferenceForUnequalBitsInAnyOrder) {
   };
   for (const auto& split_k : splits) {
     for (const auto& split_v : splits) {
-      for (uint32_t rows : {1u, 2u, 30u}) {
+      for (uint32_t rows : {1u, 2u, 9u}) {
         ProblemParams p = TokenParams();
         p.token_k = split_k;
         p.token_v = split_v;
         p.token_zero = rows == 2;
         p.n_rows = rows;
-        p.n_windows = 21;
+        p.n_windows = 9;
         p.mask = rows == 2 ? Mask::kHoles : Mask::kCausal;
         Check(p);
       }
@@ -104,7 +107,7 @@ TEST_P(TokenCodeTest, MatchesReferenceForUnequalBitsInAnyOrder) {
 TEST_P(TokenCodeTest, MatchesReferenceForAllGroupSizesAndRowsAmongOtherTiers) {
   for (uint32_t n_gqa : {1u, 2u, 3u, 5u, 7u, 8u, 9u, 20u}) {
     for (uint32_t rows : {1u, 2u, 5u, 16u, 33u}) {
-      if (n_gqa * rows > 200) continue;
+      if (n_gqa * rows > 60) continue;
       ProblemParams p = TokenParams();
       p.formats = Formats::kMixed;
       p.n_gqa = n_gqa;
@@ -112,7 +115,7 @@ TEST_P(TokenCodeTest, MatchesReferenceForAllGroupSizesAndRowsAmongOtherTiers) {
       p.head_dim_v = 24;
       p.rope.n_dims = 40;
       p.n_rows = rows;
-      p.n_windows = 41;
+      p.n_windows = 19;
       p.mask = rows % 2 == 0 ? Mask::kCausal : Mask::kHoles;
       p.mass_first_row = rows / 3;
       p.blind_row = rows == 5;
@@ -124,7 +127,7 @@ TEST_P(TokenCodeTest, MatchesReferenceForAllGroupSizesAndRowsAmongOtherTiers) {
 }
 
 TEST_P(TokenCodeTest, MatchesReferenceForWindowCountsAroundTiles) {
-  for (uint32_t n : {1u, 2u, 7u, 8u, 9u, 15u, 16u, 17u, 63u, 64u, 65u, 300u}) {
+  for (uint32_t n : {1u, 2u, 7u, 8u, 9u, 16u, 17u, 65u}) {
     for (uint32_t rows : {1u, 6u}) {
       ProblemParams p = TokenParams();
       p.n_gqa = 4;
@@ -145,7 +148,7 @@ TEST_P(TokenCodeTest, MeansAreAddedAtEveryPosition) {
   shapes[3].freq_base = 50.0f;  // all pairs turn fast
   shapes[3].attn_factor = 1.3f;
   for (const RopeParams& rope : shapes) {
-    for (const int32_t first_pos : {0, 3, 61, 5000, -100}) {
+    for (const int32_t first_pos : {3, 61, 5000, -60}) {
       for (const uint32_t rows : {1u, 2u, 9u}) {
         for (const uint32_t window : {8u, 16u}) {
           ProblemParams p = TokenParams();
@@ -156,7 +159,7 @@ TEST_P(TokenCodeTest, MeansAreAddedAtEveryPosition) {
           p.token_k = {{4, 2}, {2, 1}, {1, 1}};
           p.first_pos = first_pos;
           p.n_rows = rows;
-          p.n_windows = 30;
+          p.n_windows = 120 / window;
           p.shared_positions = rows == 2;
           p.use_rope = first_pos != 3 || rows != 1;
           p.mask = Mask::kHoles;
@@ -177,7 +180,7 @@ TEST_P(TokenCodeTest, ZeroAndHugeQueriesGiveNumbers) {
     group.q = queries.data();
     group.out = out.data();
     ASSERT_TRUE(Attend({&group, 1}, *pool_, workspace_));
-    for (uint32_t h = 0; h < 14; ++h) {
+    for (uint32_t h = 0; h < 3; ++h) {
       for (uint32_t c = 0; c < 64; ++c) {
         ASSERT_TRUE(std::isfinite(out[h * group.out_head_stride + c])) << q;
       }
