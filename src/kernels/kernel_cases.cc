@@ -25,6 +25,7 @@ constexpr Case kCases[] = {
     {"decode_full_d64", kSmall, Formats::kFull, 1, 1024},
     {"decode_packed2_d64", kSmall, Formats::kPacked2, 1, 1024},
     {"decode_packed4_d64", kSmall, Formats::kPacked4, 1, 1024},
+    {"decode_token2_d64", kSmall, Formats::kToken, 1, 1024},
     {"decode_mixed_d128", kLarge, Formats::kMixed, 1, 1024},
     {"prompt_full_d64", kSmall, Formats::kFull, 64, 512},
     {"prompt_packed2_d64", kSmall, Formats::kPacked2, 64, 512},
