@@ -14,7 +14,7 @@
 
 namespace qevict {
 
-enum class Preset : uint8_t { kFull, kStreaming, kQEvict };
+enum class Preset : uint8_t { kFull, kStreaming, kQEvict, kPack };
 /// Format of packed windows; see src/codecs.
 enum class CodecId : uint8_t {
   kKiviAxis,   ///< QEvict's: keys per channel over the window before RoPE, values per token

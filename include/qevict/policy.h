@@ -53,6 +53,9 @@ Plan PlanQEvict(const PlanInput& input, const Config& config);
 /// Sinks + recents + as many of the newest windows as fit, all in full precision (StreamingLLM with
 /// original positions).
 Plan PlanStreaming(const PlanInput& input, const Config& config);
+/// Everything packed, the oldest evicted if that does not fit (quantization alone: KIVI and its
+/// kin).
+Plan PlanPack(const PlanInput& input, const Config& config);
 /// Dispatches on config.preset. Preset::kFull keeps everything full.
 Plan MakePlan(const PlanInput& input, const Config& config);
 

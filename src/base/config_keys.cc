@@ -48,7 +48,7 @@ bool InRange(const Config& config) {
 }
 
 /// Names of the enumerators, in the order of their values.
-constexpr std::string_view kPresetNames[] = {"full", "streaming", "qevict"};
+constexpr std::string_view kPresetNames[] = {"full", "streaming", "qevict", "pack"};
 constexpr std::string_view kPromotionNames[] = {"codes", "pinned", "none"};
 constexpr std::string_view kCodecNames[] = {"kivi", "token", "wf"};
 constexpr std::string_view kPrefillNames[] = {"auto", "full", "bounded"};
@@ -249,8 +249,8 @@ bool SignIsValid(const Config& config) {
 constexpr uint64_t kMaxInt = 0x7FFFFFFF;
 
 constexpr ConfigKey kKeys[] = {
-    {"preset", "full, streaming or qevict", ReadPreset, WriteName<&Config::preset, kPresetNames>,
-     IsNamed<&Config::preset, kPresetNames>},
+    {"preset", "full, streaming, qevict or pack", ReadPreset,
+     WriteName<&Config::preset, kPresetNames>, IsNamed<&Config::preset, kPresetNames>},
     {"budget",
      "a share in (0, 1] such as 20% or 0.2, or bytes with a unit (B, KiB, MiB, GiB, TiB) up to "
      "1048576TiB",

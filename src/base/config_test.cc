@@ -198,7 +198,7 @@ TEST(ConfigTest, BadInputIsNamed) {
       {"p_norm=inf", {"p_norm", "inf", "1 to 64"}},
       {"key_norm_sign=0", {"key_norm_sign", "0", "-1 or 1"}},
       {"check=yes", {"check", "yes", "true or false"}},
-      {"preset=snapkv", {"preset", "snapkv", "full, streaming or qevict"}},
+      {"preset=snapkv", {"preset", "snapkv", "full, streaming, qevict or pack"}},
       {"budgets=20%", {"budgets", "20%", "budget budget_tokens"}},
       {"=5", {"unknown key", "5", "preset"}},
       {"q", {"q", "no value", "key=value"}},

@@ -157,7 +157,7 @@ TEST_F(CommandTest, HelpOfEveryCommand) {
 
 TEST_F(CommandTest, InfoSaysWhatThereIs) {
   const Json info = Json::parse(Qevict("info -o json").out);
-  EXPECT_EQ(info["presets"], (Json{"qevict", "streaming", "full"}));
+  EXPECT_EQ(info["presets"], (Json{"qevict", "streaming", "pack", "full"}));
   EXPECT_EQ(info["isas"][0], "scalar");
   EXPECT_EQ(info["plugin"], FromEnvironment("QEVICT_PLUGIN"));
   EXPECT_EQ(Json::parse(Qevict("info -o json", "QEVICT_SIMD=scalar").out)["isa"], "scalar");

@@ -305,6 +305,7 @@ class KldRun {
     json["kv_bytes"] = static_cast<double>(TotalBytes(stats)) / n;
     json["f16_bytes"] = static_cast<double>(stats.f16_bytes) / n;
     json["kv_share_percent"] = SharePercent(stats);
+    json["packed_share_percent"] = PackedShare(stats);
     json["full_tokens"] = static_cast<double>(stats.full_tokens) / per_layer;
     json["packed_tokens"] = static_cast<double>(stats.packed_tokens) / per_layer;
     json["evicted_tokens"] = static_cast<double>(stats.evicted_tokens) / per_layer;
@@ -314,6 +315,19 @@ class KldRun {
     json["evictions"] = static_cast<double>(stats.evictions) / n;
     json["violations"] = stats.violations;
     return json;
+  }
+
+  /// Bytes of packed windows (blocks, and their part of the tables) of what f16 takes for them.
+  static double PackedShare(const qevict_stats& s) {
+    const auto packed = static_cast<double>(s.packed_tokens);
+    const auto held = packed + static_cast<double>(s.full_tokens);
+    if (packed == 0.0) return 0.0;
+    const double f16 =
+        static_cast<double>(s.f16_bytes) * packed / (held + static_cast<double>(s.evicted_tokens));
+    return 100.0 *
+           (static_cast<double>(s.packed_bytes) +
+            static_cast<double>(s.tables_bytes) * packed / held) /
+           f16;
   }
 
   /// What a reader needs to repeat the number.

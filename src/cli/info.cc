@@ -38,7 +38,7 @@ Json Info() {
     if (kernels::IsaSupported(isa)) isas.push_back(kernels::IsaName(isa));
   }
   Json presets = Json::array();
-  for (const Preset preset : {Preset::kQEvict, Preset::kStreaming, Preset::kFull}) {
+  for (const Preset preset : {Preset::kQEvict, Preset::kStreaming, Preset::kPack, Preset::kFull}) {
     presets.push_back(PresetName(preset));
   }
   return {{"version", QEVICT_VERSION_STRING},

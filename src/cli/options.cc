@@ -202,7 +202,7 @@ void ConfigOptions::Register(CLI::App& app, bool budget_and_preset) {
   if (budget_and_preset) {
     AddKey(app, "--budget", "budget", "SIZE", "20%",
            "share of the f16 cache (20%, 0.2) or bytes (512MiB)");
-    AddKey(app, "--preset,--policy", "preset", "NAME", "qevict", "qevict, streaming or full");
+    AddKey(app, "--preset,--policy", "preset", "NAME", "qevict", "qevict, streaming, pack or full");
   }
   AddKey(app, "--window", "window", "N", "8", "tokens that move together: 1, 2, 4, 8, 16 or 32");
   AddKey(app, "--interval", "interval", "N", "window", "generated tokens between two decisions");

@@ -80,6 +80,8 @@ INSTANTIATE_TEST_SUITE_P(
                       Setting{"pinned", "preset=qevict,budget=30%,promotion=pinned"},
                       Setting{"none", "preset=qevict,budget=30%,promotion=none"},
                       Setting{"slack", "preset=qevict,budget=30%,fill_slack=1"},
+                      Setting{"pack", "preset=pack,budget=90%"},
+                      Setting{"packwf", "preset=pack,budget=90%,codec=wf,bits=3,window=16"},
                       Setting{"token2", "preset=qevict,budget=30%,codec=token"},
                       Setting{"token8", "preset=qevict,budget=50%,codec=token,bits=8,window=16"},
                       Setting{"wf2", "preset=qevict,budget=30%,codec=wf"},

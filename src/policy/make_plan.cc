@@ -9,6 +9,8 @@ Plan MakePlan(const PlanInput& input, const Config& config) {
       return PlanStreaming(input, config);
     case Preset::kQEvict:
       return PlanQEvict(input, config);
+    case Preset::kPack:
+      return PlanPack(input, config);
     case Preset::kFull:
       break;
   }
