@@ -6,7 +6,8 @@
 #     processors; the module then sees QEVICT_HAVE_AVX2 (AVX512, AVX512VNNI, NEON, NEONDOT) as 1. No
 #     other file gets such flags.
 #   qevict_test(NAME base SOURCES a_test.cc b_test.cc DEPENDS base LABELS unit)
-#     One GoogleTest program <NAME>_test that ctest runs. LABELS defaults to `unit`.
+#     One GoogleTest program <NAME>_test that ctest runs. LABELS defaults to `unit`. SHARDS n: as n
+#     tests <NAME>_1 ... that share the program's cases and can run side by side.
 #     LABELS: `unit` (needs nothing), `parallel` (also run under the thread sanitizer), `slow`, `plugin`
 #     (loads the tiny models), `model` (loads the real models). Tests find things by the environment:
 #     QEVICT_SOURCE_DIR, QEVICT_LLAMA_BIN_DIR, QEVICT_PLUGIN, QEVICT_COMMAND, QEVICT_TINY_DIR, QEVICT_MODEL_DIR.
@@ -156,7 +157,8 @@ function(qevict_test)
   if(NOT QEVICT_BUILD_TESTS)
     return()
   endif()
-  cmake_parse_arguments(PARSE_ARGV 0 arg "" "NAME;TIMEOUT" "SOURCES;DEPENDS;LIBRARIES;LABELS;ENVIRONMENT")
+  cmake_parse_arguments(PARSE_ARGV 0 arg "" "NAME;TIMEOUT;SHARDS"
+    "SOURCES;DEPENDS;LIBRARIES;LABELS;ENVIRONMENT")
   if(NOT arg_SOURCES)
     return()
   endif()
@@ -165,9 +167,21 @@ function(qevict_test)
   add_executable(${target} ${arg_SOURCES})
   qevict_target_options(${target})
   qevict_link(${target} DEPENDS ${arg_DEPENDS} LIBRARIES ${arg_LIBRARIES} GTest::gmock_main)
-  add_test(NAME ${arg_NAME} COMMAND ${target})
-  qevict_test_properties(${arg_NAME} LABELS ${arg_LABELS} TIMEOUT ${arg_TIMEOUT}
-    ENVIRONMENT ${arg_ENVIRONMENT})
+  if(NOT arg_SHARDS)
+    set(arg_SHARDS 1)
+  endif()
+  foreach(shard RANGE 1 ${arg_SHARDS})
+    set(name ${arg_NAME})
+    set(environment ${arg_ENVIRONMENT})
+    if(arg_SHARDS GREATER 1)
+      math(EXPR index "${shard} - 1")
+      set(name ${arg_NAME}_${shard})
+      list(APPEND environment GTEST_TOTAL_SHARDS=${arg_SHARDS} GTEST_SHARD_INDEX=${index})
+    endif()
+    add_test(NAME ${name} COMMAND ${target})
+    qevict_test_properties(${name} LABELS ${arg_LABELS} TIMEOUT ${arg_TIMEOUT}
+      ENVIRONMENT ${environment})
+  endforeach()
 endfunction()
 
 function(qevict_script_test)
