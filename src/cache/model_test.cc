@@ -357,7 +357,8 @@ Variant Make(const char* name, uint32_t bits, Promotion promotion, uint64_t byte
 
 TEST_P(ModelTest, RandomOperationsAgreeWithTheModel) {
   const char* steps = std::getenv("QEVICT_MODEL_STEPS");
-  const int n = steps ? std::atoi(steps) : 400;
+  const int usual = GetParam().config.codec == CodecId::kKiviAxis ? 400 : 150;
+  const int n = steps ? std::atoi(steps) : usual;
   for (int i = 0; i < n; ++i) {
     const uint64_t promotions = cache().Stats().promotions;
     const std::string op = RandomOperation();

@@ -196,6 +196,7 @@ Status KvCache::Impl::RestoreToken(uint32_t cell, const RowRecord* record, uint6
     SetCell(restore->stream, cell, kEvictedMark | restore->seq);
     return {};
   }
+  if (known && place.window == config.window) QEVICT_RETURN_IF_ERROR(RoomForPosition(place.pos0));
   const WindowId id = known && place.window == config.window ? RestoredWindow(place) : kNone;
   if (id == kNone || ((windows[id].live >> place.offset) & 1u)) {
     if (record) return DataLoss("saved rows name the same token twice, or one window differently");
@@ -211,6 +212,21 @@ Status KvCache::Impl::RestoreToken(uint32_t cell, const RowRecord* record, uint6
   s.had_tokens = true;
   ++s.appended;
   ++s.live;
+  return {};
+}
+
+/// Grows the RoPE tables to a window's positions, if the budget has room: a record can name any.
+Status KvCache::Impl::RoomForPosition(int32_t pos0) {
+  const int32_t highest = std::max({max_pos, pos0 + static_cast<int32_t>(kMaxWindow), -pos0});
+  uint64_t bytes = 0;
+  for (const auto& table : rope_tables) bytes += table->GrowthBytes(highest);
+  if (bytes > 0 && LimitInForce() && HeldBytes() + bytes > Limit()) {
+    return DataLoss("a saved row stands at position " + std::to_string(pos0) +
+                    ", for which the budget has no room in RoPE tables");
+  }
+  max_pos = highest;
+  for (auto& table : rope_tables) table->Grow(max_pos);
+  if (bytes > 0) UpdateLimit();
   return {};
 }
 
@@ -232,7 +248,6 @@ WindowId KvCache::Impl::RestoredWindow(const RowRecord& r) {
   windows[id].pos0 = r.pos0;
   windows[id].n_tokens = r.n_tokens;
   std::fill_n(CellsOf(id), config.window, 0u);
-  max_pos = std::max({max_pos, r.pos0 + static_cast<int32_t>(kMaxWindow), -r.pos0});
   restore->windows.emplace(key, id);
   return id;
 }

@@ -89,6 +89,12 @@ void RopeTable::Grow(int32_t max_pos) {
   }
 }
 
+size_t RopeTable::GrowthBytes(int32_t max_pos) const {
+  const size_t row = size_t{2} * stride_,
+               blocks = (static_cast<size_t>(std::max(max_pos, 0)) >> 6) + 1;
+  return blocks * row > coarse_.size() ? (blocks * row - coarse_.size()) * sizeof(float) : 0;
+}
+
 void RopeTable::Phases(int32_t pos, float* cos, float* sin) const {
   const uint32_t p = pos < 0 ? 0u - static_cast<uint32_t>(pos) : static_cast<uint32_t>(pos);
   const float* coarse = coarse_.data() + size_t{p >> 6} * 2 * stride_;

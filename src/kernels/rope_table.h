@@ -17,6 +17,8 @@ class RopeTable {
   explicit RopeTable(const RopeParams& params);
   /// Covers positions in [-max_pos, max_pos].
   void Grow(int32_t max_pos);
+  /// Bytes that Grow(max_pos) would add.
+  size_t GrowthBytes(int32_t max_pos) const;
   const RopeParams& params() const { return params_; }
   uint32_t n_pairs() const { return params_.n_dims / 2; }
   float magnitude() const { return magnitude_; }
