@@ -309,6 +309,24 @@ TEST_F(StateRowsTest, ARestoreUnderTheLimitMakesRoom) {
   ASSERT_TRUE(e_->Decode(other, 9).ok());
 }
 
+TEST_F(StateRowsTest, APositionBeyondTheBudgetsRopeTablesIsRefused) {
+  Config config;
+  config.budget_bytes = 100000;
+  config.check = true;
+  Make(config, Layers());
+  e_->UseRope(TestRope(8));
+  ASSERT_TRUE(e_->Prompt(seq_, 300, 50).ok());
+  ASSERT_TRUE(e_->Decode(seq_, 9).ok());
+  Saved saved = Save(*e_, 0);
+  const uint32_t cell = PackedCell(0);
+  ASSERT_NE(cell, kNone);
+  reinterpret_cast<uint8_t*>(saved.k[0].data() + cell * Words(*e_, 0, true))[18] = 0x20;
+  const Status status = Restore(*e_, 1, saved);
+  EXPECT_EQ(status.code(), StatusCode::kDataLoss) << status.message();
+  EXPECT_LE(e_->cache().Stats().bytes.total(), config.budget_bytes);
+  e_->ExpectSound("restore");
+}
+
 TEST_F(StateRowsTest, RandomRowsNeverBreakTheCache) {
   Fill();
   const Saved good = Save(*e_, 0);
