@@ -426,7 +426,7 @@ struct KvCache::Impl {
   void ForgetRestoredWindow(WindowId id);
   Status RestoreRow(uint32_t il, uint32_t stream, uint32_t cell, bool is_k, const uint16_t* row);
   Status RestoreToken(uint32_t cell, const RowRecord* record, uint64_t hash, TokenRef& ref);
-  Status RoomForPosition(int32_t pos0);
+  bool RoomForPosition(int32_t pos0);
   WindowId RestoredWindow(const RowRecord& record);
   Status RestoreUnit(uint32_t il, TokenRef ref, bool is_k, const RowRecord* record, uint64_t hash,
                      const uint16_t* row);

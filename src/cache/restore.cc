@@ -196,10 +196,12 @@ Status KvCache::Impl::RestoreToken(uint32_t cell, const RowRecord* record, uint6
     SetCell(restore->stream, cell, kEvictedMark | restore->seq);
     return {};
   }
-  if (known && place.window == config.window) QEVICT_RETURN_IF_ERROR(RoomForPosition(place.pos0));
   const WindowId id = known && place.window == config.window ? RestoredWindow(place) : kNone;
   if (id == kNone || ((windows[id].live >> place.offset) & 1u)) {
-    if (record) return DataLoss("saved rows name the same token twice, or one window differently");
+    if (record)
+      return DataLoss(
+          "saved rows name the same token twice, one window differently, or a position beyond the "
+          "budget's RoPE tables");
     const bool positional = known && (place.flags & RowRecord::kPositional) != 0;
     const int32_t pos = place.pos0 + place.offset;
     ref = AppendOne({restore->seq, cell, positional ? pos : 0, positional}, false);
@@ -215,22 +217,22 @@ Status KvCache::Impl::RestoreToken(uint32_t cell, const RowRecord* record, uint6
   return {};
 }
 
-/// Grows the RoPE tables to a window's positions, if the budget has room: a record can name any.
-Status KvCache::Impl::RoomForPosition(int32_t pos0) {
+/// Grows the RoPE tables to a new window's positions. False, and nothing done, if the budget has no
+/// room: a damaged record can name any position.
+bool KvCache::Impl::RoomForPosition(int32_t pos0) {
   const int32_t highest = std::max({max_pos, pos0 + static_cast<int32_t>(kMaxWindow), -pos0});
   uint64_t bytes = 0;
   for (const auto& table : rope_tables) bytes += table->GrowthBytes(highest);
-  if (bytes > 0 && LimitInForce() && HeldBytes() + bytes > Limit()) {
-    return DataLoss("a saved row stands at position " + std::to_string(pos0) +
-                    ", for which the budget has no room in RoPE tables");
-  }
+  if (Routes() && bytes > TotalBudget() / 4) return false;
+  if (bytes > 0 && LimitInForce() && HeldBytes() + bytes > Limit()) return false;
   max_pos = highest;
   for (auto& table : rope_tables) table->Grow(max_pos);
   if (bytes > 0) UpdateLimit();
-  return {};
+  return true;
 }
 
-/// The window of a record, made if it is new; kNone if it contradicts what is there.
+/// The window of a record, made if it is new; kNone if it contradicts what is there, or stands
+/// where the budget has no room for RoPE tables.
 WindowId KvCache::Impl::RestoredWindow(const RowRecord& r) {
   const uint64_t key = RestoreSession::Key(r.kind == RowKind::kFull ? 1 : 0, r.birth);
   const auto found = restore->windows.find(key);
@@ -241,6 +243,7 @@ WindowId KvCache::Impl::RestoredWindow(const RowRecord& r) {
                       w.has(WindowRecord::kPositional) == positional;
     return same ? found->second : kNone;
   }
+  if (!RoomForPosition(r.pos0)) return kNone;
   Sequence& s = *sequences[restore->seq];
   const bool sink = (r.flags & RowRecord::kSink) != 0 &&
                     (s.windows.empty() || windows[s.windows.back()].has(WindowRecord::kSink));
