@@ -46,8 +46,9 @@ uint32_t Checksum(const uint8_t* data, size_t n) {
   return hash;
 }
 
-WindowPhases::WindowPhases(const RopeParams& rope, const WindowRecord& w) : rope_(rope) {
-  if (rope.pairing == RopePairing::kNone) return;
+WindowPhases::WindowPhases(const RopeParams& rope, const WindowRecord& w, bool needed)
+    : rope_(rope) {
+  if (!needed || rope.pairing == RopePairing::kNone) return;
   phases_.resize(size_t{w.n_tokens} * rope.n_dims);
   for (uint32_t t = 0; t < w.n_tokens; ++t) {
     RopeCosSin(rope, w.PosOf(t), phases_.data() + size_t{t} * rope.n_dims);
@@ -69,7 +70,8 @@ void KvCache::Impl::EncodeUnit(uint32_t il, const UnitRecord& u, uint8_t* block,
   const codecs::Codec& codec = *layers[il].codec;
   const WindowRecord& w = windows[u.window];
   const uint32_t d = p.shape.head_dim, dv = p.shape.head_dim_v, n = w.n_tokens;
-  const WindowPhases phases(layers[il].rope, w);
+  const WindowPhases phases(layers[il].rope, w,
+                            codec.before_rope() || codec.key_mean(0) != nullptr);
   uint16_t row[kMaxHeadDim];
   float mean[kMaxHeadDim];
   for (uint32_t h = 0; h < p.shape.n_kv_heads; ++h) {
@@ -98,7 +100,8 @@ void KvCache::Impl::DecodeUnit(uint32_t il, const UnitRecord& u, uint8_t* full, 
   const codecs::Codec& codec = *layers[il].codec;
   const WindowRecord& w = windows[u.window];
   const uint32_t d = p.shape.head_dim, dv = p.shape.head_dim_v, n = w.n_tokens;
-  const WindowPhases phases(layers[il].rope, w);
+  const WindowPhases phases(layers[il].rope, w,
+                            codec.before_rope() || codec.key_mean(0) != nullptr);
   uint16_t row[kMaxHeadDim];
   float mean[kMaxHeadDim];
   for (uint32_t h = 0; h < p.shape.n_kv_heads; ++h) {

@@ -221,7 +221,8 @@ struct SeqPlan {
 /// Rotations of a window's tokens as the forward pass made them; none without RoPE.
 class WindowPhases {
  public:
-  WindowPhases(const RopeParams& rope, const WindowRecord& w);
+  /// needed: whether anything will be rotated; if not, nothing may be.
+  WindowPhases(const RopeParams& rope, const WindowRecord& w, bool needed = true);
   void Rotate(uint32_t t, float* key) const;
   void Unrotate(uint32_t t, float* key) const;
 

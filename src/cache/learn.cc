@@ -73,9 +73,8 @@ void KvCache::Impl::LearnCodec(uint32_t il) {
   const ShapePools& p = PoolsOf(il);
   const auto holds = [il](const SlotOwner& owner) { return owner.layer == il; };
   if (layer.learned && std::any_of(p.packed.owners.begin(), p.packed.owners.end(), holds)) return;
-  layer.codec =
-      std::make_shared<codecs::WaterFillCodec>(4 * config.bits + config.quarter_bits, config.window,
-                                               RowsOf(p.shape), layer.rope, GatherStats(il));
+  layer.codec = std::make_shared<codecs::WaterFillCodec>(
+      codecs::QuarterBits(config), config.window, RowsOf(p.shape), layer.rope, GatherStats(il));
   layer.learned = true;
 }
 

@@ -314,10 +314,7 @@ Status KvCache::Impl::RestoreShare(uint32_t il, TokenRef ref, bool is_k, const R
   shares |= 1u << record.share;
   uint8_t* bytes = reinterpret_cast<uint8_t*>(const_cast<uint16_t*>(row)) + kRowHeaderBytes;
   CopyShare(il, PackedSlot(il, *u), is_k, record, bytes, true);
-  if (config.check) {
-    ShapePools& p = PoolsOf(il);
-    p.packed.checksums[u->packed_slot()] = Checksum(PackedSlot(il, *u), p.packed_bytes());
-  }
+  NoteCodes(il, *u);
   return {};
 }
 

@@ -12,8 +12,8 @@ std::shared_ptr<const Codec> MakeCodec(const Config& config, const RowShape& sha
     return std::make_shared<TokenCodec>(config.bits, config.window, shape);
   }
   if (config.codec == CodecId::kWaterFill) {
-    return std::make_shared<WaterFillCodec>(4 * config.bits + config.quarter_bits, config.window,
-                                            shape, RopeParams{}, std::span<const WaterFillStats>{});
+    return std::make_shared<WaterFillCodec>(QuarterBits(config), config.window, shape, RopeParams{},
+                                            std::span<const WaterFillStats>{});
   }
   return std::make_shared<KiviAxisCodec>(config.bits, config.window, shape);
 }
@@ -23,7 +23,7 @@ BlockBytes CodecBytes(const Config& config, const RowShape& shape) {
     return TokenCodec::Bytes(config.bits, config.window, shape);
   }
   if (config.codec == CodecId::kWaterFill) {
-    return WaterFillCodec::Bytes(4 * config.bits + config.quarter_bits, config.window, shape);
+    return WaterFillCodec::Bytes(QuarterBits(config), config.window, shape);
   }
   return KiviAxisCodec::Bytes(config.bits, config.window, shape);
 }

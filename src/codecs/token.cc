@@ -43,9 +43,9 @@ Spot ValueSpot(uint32_t bits, uint32_t row, uint32_t place, uint32_t token) {
 
 }  // namespace
 
-void TokenWriter::Put(uint8_t* words, uint32_t token, uint32_t place, uint32_t value) const {
-  words += size_t{token / 8} * code_.n_words * 32;
-  uint32_t row = 0;
+template <class F>
+void TokenWriter::ForFields(uint32_t token, uint32_t place, F&& f) const {
+  uint32_t row = token / 8 * code_.n_words;
   for (uint32_t s = 0; s < code_.n_segments; ++s) {
     const uint32_t bits = code_.segments[s].bits, n = PlacesOfUnit(bits);
     if (place >= n * code_.segments[s].n_units) {
@@ -54,40 +54,29 @@ void TokenWriter::Put(uint8_t* words, uint32_t token, uint32_t place, uint32_t v
       continue;
     }
     row += place / n * WordsOfUnit(bits);
-    const auto put = [&](uint32_t width, uint32_t first_row, uint32_t x) {
-      const Spot at = is_k_ ? KeySpot(width, first_row, place % n, token % 8)
-                            : ValueSpot(width, first_row, place % n, token % 8);
-      PutBits(words, at.row, at.lane, at.shift, x);
+    const auto field = [&](uint32_t width, uint32_t first_row, uint32_t low_bit) {
+      f(is_k_ ? KeySpot(width, first_row, place % n, token % 8)
+              : ValueSpot(width, first_row, place % n, token % 8),
+        width, low_bit);
     };
-    if (bits == 3) {
-      put(2, row, value & 3);
-      put(1, row + 2, value >> 2);
-    } else {
-      put(bits, row, value);
-    }
+    field(bits == 3 ? 2 : bits, row, 0);
+    if (bits == 3) field(1, row + 2, 2);
     return;
   }
 }
 
+void TokenWriter::Put(uint8_t* words, uint32_t token, uint32_t place, uint32_t value) const {
+  ForFields(token, place, [&](const Spot& at, uint32_t width, uint32_t low_bit) {
+    PutBits(words, at.row, at.lane, at.shift, value >> low_bit & ((1u << width) - 1));
+  });
+}
+
 uint32_t TokenWriter::Get(const uint8_t* words, uint32_t token, uint32_t place) const {
-  words += size_t{token / 8} * code_.n_words * 32;
-  uint32_t row = 0;
-  for (uint32_t s = 0; s < code_.n_segments; ++s) {
-    const uint32_t bits = code_.segments[s].bits, n = PlacesOfUnit(bits);
-    if (place >= n * code_.segments[s].n_units) {
-      place -= n * code_.segments[s].n_units;
-      row += WordsOfUnit(bits) * code_.segments[s].n_units;
-      continue;
-    }
-    row += place / n * WordsOfUnit(bits);
-    const auto get = [&](uint32_t width, uint32_t first_row) {
-      const Spot at = is_k_ ? KeySpot(width, first_row, place % n, token % 8)
-                            : ValueSpot(width, first_row, place % n, token % 8);
-      return GetBits(words, at.row, at.lane, at.shift, (1u << width) - 1);
-    };
-    return bits == 3 ? get(2, row) | get(1, row + 2) << 2 : get(bits, row);
-  }
-  return 0;
+  uint32_t value = 0;
+  ForFields(token, place, [&](const Spot& at, uint32_t width, uint32_t low_bit) {
+    value |= GetBits(words, at.row, at.lane, at.shift, (1u << width) - 1) << low_bit;
+  });
+  return value;
 }
 
 UniformVector::UniformVector(uint32_t bits, uint32_t dim) {
@@ -132,7 +121,7 @@ void TokenCodec::Encode(uint32_t, uint32_t n, const float* k, const float* v,
   const float max_code = static_cast<float>((1u << bits_) - 1);
   const auto encode = [&](const VectorCode& code, bool is_k, const float* x, uint32_t dim,
                           uint8_t* words) {
-    const TokenWriter writer(code, window_, is_k);
+    const TokenWriter writer(code, is_k);
     uint8_t* grids = words + size_t{window_} * code.n_words * 4;
     for (uint32_t t = 0; t < n; ++t, x += dim) {
       float low = 0.0f, high = 0.0f;
@@ -153,7 +142,7 @@ void TokenCodec::Decode(uint32_t, uint32_t n, const uint8_t* block, float* k, fl
   const auto decode = [&](const VectorCode& code, bool is_k, float* x, uint32_t dim,
                           const uint8_t* words) {
     if (x == nullptr) return;
-    const TokenWriter writer(code, window_, is_k);
+    const TokenWriter writer(code, is_k);
     const uint8_t* grids = words + size_t{window_} * code.n_words * 4;
     for (uint32_t t = 0; t < n; ++t, x += dim) {
       const float scale = LoadF16(grids, t), zero = LoadF16(grids, window_ + t);

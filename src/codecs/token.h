@@ -28,15 +28,17 @@ namespace qevict::codecs {
 /// Codes of one vector in units: what token_code.h lays out.
 class TokenWriter {
  public:
-  TokenWriter(const kernels::VectorCode& code, uint32_t window, bool is_k)
-      : code_(code), window_(window), is_k_(is_k) {}
+  TokenWriter(const kernels::VectorCode& code, bool is_k) : code_(code), is_k_(is_k) {}
   /// Sets the code at `place` of a token; words must be 0 before.
   void Put(uint8_t* words, uint32_t token, uint32_t place, uint32_t value) const;
   uint32_t Get(const uint8_t* words, uint32_t token, uint32_t place) const;
 
  private:
+  /// Calls f(spot, width, lowest bit of the code) for each field that the place's code is split to.
+  template <class F>
+  void ForFields(uint32_t token, uint32_t place, F&& f) const;
+
   const kernels::VectorCode& code_;
-  uint32_t window_;
   bool is_k_;
 };
 

@@ -164,8 +164,7 @@ struct Encoder {
   const TokenWriter writer;
   std::vector<uint8_t> codes;
 
-  Encoder(const VectorCode& c, uint32_t window, bool is_k)
-      : code(c), writer(c, window, is_k), codes(c.n_places) {}
+  Encoder(const VectorCode& c, bool is_k) : code(c), writer(c, is_k), codes(c.n_places) {}
 
   /// Codes at one gain; returns the least squares scale.
   float Quantize(const float* x, float gain) {
@@ -326,7 +325,7 @@ void WaterFillCodec::Encode(uint32_t kv_head, uint32_t n, const float* k, const 
   std::memset(block, 0, bytes().total());
   const auto encode = [&](const VectorCode& code, bool is_k, const float* x, uint32_t dim,
                           uint8_t* words) {
-    Encoder encoder(code, window_, is_k);
+    Encoder encoder(code, is_k);
     const std::vector<float> sigma = SigmaOf(code);
     for (uint32_t t = 0; t < n; ++t, x += dim) {
       encoder.Encode(x, sigma.data(), t, words, words + size_t{window_} * code.n_words * 4);
@@ -341,7 +340,7 @@ void WaterFillCodec::Decode(uint32_t kv_head, uint32_t n, const uint8_t* block, 
   const auto decode = [&](const VectorCode& code, bool is_k, float* x, uint32_t dim,
                           const uint8_t* words) {
     if (x == nullptr) return;
-    const TokenWriter writer(code, window_, is_k);
+    const TokenWriter writer(code, is_k);
     const uint8_t* scales = words + size_t{window_} * code.n_words * 4;
     for (uint32_t t = 0; t < n; ++t, x += dim) {
       const float scale = LoadF16(scales, t);

@@ -40,6 +40,9 @@
 
 namespace qevict::codecs {
 
+/// Quarters of a bit per value, keys and values on average.
+inline uint32_t QuarterBits(const Config& config) { return 4 * config.bits + config.quarter_bits; }
+
 /// Sums of one kv head that the code is made of.
 struct WaterFillStats {
   uint64_t n = 0;                       ///< tokens
