@@ -211,17 +211,6 @@ class Block {
     }
   }
 
-  /// Calls f(first vector of the register block, Int<size>) for blocks of nearly equal size.
-  template <class F>
-  void ForBlocks(uint32_t begin, uint32_t end, F&& f) {
-    for (uint32_t m = begin; m < end;) {
-      const uint32_t left = end - m, blocks = (left + kMaxBlock - 1) / kMaxBlock,
-                     n = (left + blocks - 1) / blocks;
-      WithBlock(n, [&](auto block) { f(m, block); });
-      m += n;
-    }
-  }
-
   template <class E>
   void ScoreBlocks(const KeyBlock<typename E::T>* blocks, uint32_t n) {
     const uint32_t sub = h_.window < 8 ? h_.window : 8;

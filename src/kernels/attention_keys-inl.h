@@ -36,6 +36,17 @@ void WithBlock(uint32_t n, F&& f) {
   }
 }
 
+/// Calls f(first query vector of the register block, Int<size>) for blocks of nearly equal size.
+template <class F>
+void ForBlocks(uint32_t begin, uint32_t end, F&& f) {
+  for (uint32_t m = begin; m < end;) {
+    const uint32_t left = end - m, blocks = (left + kMaxBlock - 1) / kMaxBlock,
+                   n = (left + blocks - 1) / blocks;
+    WithBlock(n, [&](auto block) { f(m, block); });
+    m += n;
+  }
+}
+
 // Element types of stored rows.
 template <class S>
 struct F16 {

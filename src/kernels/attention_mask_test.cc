@@ -9,27 +9,14 @@
 
 #include "kernels/attention.h"
 #include "kernels/attention_test_util.h"
+#include "kernels/isa_test.h"
 
 namespace qevict::kernels {
 namespace {
 
-class AttentionMaskTest : public testing::TestWithParam<Isa> {
- protected:
-  void SetUp() override {
-    before_ = ActiveIsa();
-    ASSERT_TRUE(ForceIsa(GetParam()));
-  }
-  void TearDown() override { ForceIsa(before_); }
+class AttentionMaskTest : public IsaTest {};
 
-  std::unique_ptr<ParallelFor> pool_ = MakeSerial();
-  Workspace workspace_;
-
- private:
-  Isa before_ = Isa::kScalar;
-};
-
-INSTANTIATE_TEST_SUITE_P(AllIsas, AttentionMaskTest, testing::ValuesIn(FloatIsas()),
-                         [](const auto& isa) { return std::string(IsaName(isa.param)); });
+INSTANTIATE_TEST_SUITE_P(AllIsas, AttentionMaskTest, testing::ValuesIn(FloatIsas()), IsaParamName);
 
 TEST_P(AttentionMaskTest, RowThatSeesNothingIsZero) {
   for (bool sinks : {false, true}) {

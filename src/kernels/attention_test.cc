@@ -6,32 +6,22 @@
 #include <string>
 
 #include "kernels/attention_test_util.h"
+#include "kernels/isa_test.h"
 
 namespace qevict::kernels {
 namespace {
 
-class AttentionTest : public testing::TestWithParam<Isa> {
+class AttentionTest : public IsaTest {
  protected:
-  void SetUp() override {
-    before_ = ActiveIsa();
-    ASSERT_TRUE(ForceIsa(GetParam()));
-  }
-  void TearDown() override { ForceIsa(before_); }
   void Check(const ProblemParams& params) {
     Problem problem(params);
     problem.Run(*pool_, workspace_);
     const std::string error = problem.Compare();
     ASSERT_EQ(error, "") << params.Name();
   }
-
- private:
-  Isa before_ = Isa::kScalar;
-  std::unique_ptr<ParallelFor> pool_ = MakeSerial();
-  Workspace workspace_;
 };
 
-INSTANTIATE_TEST_SUITE_P(AllIsas, AttentionTest, testing::ValuesIn(FloatIsas()),
-                         [](const auto& isa) { return std::string(IsaName(isa.param)); });
+INSTANTIATE_TEST_SUITE_P(AllIsas, AttentionTest, testing::ValuesIn(FloatIsas()), IsaParamName);
 
 constexpr Formats kFormats[] = {Formats::kFull, Formats::kPacked2, Formats::kPacked4,
                                 Formats::kMixed};

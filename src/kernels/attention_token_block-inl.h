@@ -62,14 +62,10 @@ class TokenPart {
     for (uint32_t i = 0; i < tile.n; i += S::kLanes / 8) {
       const TokenBlock& x = tile.blocks[i];  // the last one may be its own partner
       const TokenBlock& y = i + 1 < tile.n ? tile.blocks[i + 1] : x;
-      for (uint32_t m = 0; m < a_.n_vec;) {
-        const uint32_t n = BlockOf(m);
-        WithBlock(n, [&](auto block) {
-          ScoreTokens<S, decltype(block)::value>(h_.token->k, x, y, s_.q_bytes + m * stride, stride,
-                                                 queries_ + m, s_.scores + m * kTile);
-        });
-        m += n;
-      }
+      ForBlocks(0, a_.n_vec, [&](uint32_t m, auto block) {
+        ScoreTokens<S, decltype(block)::value>(h_.token->k, x, y, s_.q_bytes + m * stride, stride,
+                                               queries_ + m, s_.scores + m * kTile);
+      });
     }
     if (!mean_.active()) return;
     for (uint32_t i = 0; i < tile.n; ++i) {
@@ -97,11 +93,9 @@ class TokenPart {
       S::Store(scale + i, S::IfBits(bits, S::Load(scale + i), S::Zero()));
       S::Store(zero + i, S::IfBits(bits, S::Load(zero + i), S::Zero()));
     }
-    for (uint32_t m = 0; m < a_.n_vec;) {
-      const uint32_t n = BlockOf(m);
-      AddBlock(tile, m, n, scale, zero);
-      m += n;
-    }
+    ForBlocks(0, a_.n_vec, [&](uint32_t m, auto block) {
+      AddBlock<decltype(block)::value>(tile, m, scale, zero);
+    });
   }
 
   void Rescale(uint32_t m, float factor) {
@@ -162,10 +156,6 @@ class TokenPart {
   size_t QueryStride() const { return PadLanes(h_.token->k.n_places); }
   /// Behind the places of a query vector's output: sum of probability * zero.
   uint32_t ZerosAt() const { return s_.token_stride - kPad; }
-  uint32_t BlockOf(uint32_t m) const {
-    const uint32_t left = a_.n_vec - m, parts = (left + kMaxBlock - 1) / kMaxBlock;
-    return (left + parts - 1) / parts;
-  }
 
   static float DotTile(const float* x, const float* y) {
     auto sum = S::Zero();
@@ -175,12 +165,12 @@ class TokenPart {
     return S::Sum(sum);
   }
 
-  void AddBlock(const TokenTile& tile, uint32_t m, uint32_t n, const float* scale,
-                const float* zero) {
+  template <int kM>
+  void AddBlock(const TokenTile& tile, uint32_t m, const float* scale, const float* zero) {
     const VectorCode& code = h_.token->v;
-    float units[kMaxBlock];
-    int32_t start[kMaxBlock];
-    for (uint32_t i = 0; i < n; ++i) {
+    float units[kM];
+    int32_t start[kM];
+    for (uint32_t i = 0; i < kM; ++i) {
       const float* p = s_.scores + (m + i) * kTile;
       units[i] = QuantizeWeights<S>(p, scale, s_.weights + (m + i) * kTile, start[i]);
       start[i] *= -code.center;
@@ -188,10 +178,8 @@ class TokenPart {
       if (code.has_zero) o[ZerosAt()] += DotTile(p, zero);
     }
     float* o = s_.token_o + static_cast<size_t>(m) * s_.token_stride;
-    WithBlock(n, [&](auto block) {
-      AddTokens<S, decltype(block)::value>(code, tile.blocks, tile.n, s_.weights + m * kTile, start,
-                                           units, o, s_.token_stride, code.n_places);
-    });
+    AddTokens<S, kM>(code, tile.blocks, tile.n, s_.weights + m * kTile, start, units, o,
+                     s_.token_stride, code.n_places);
   }
 
   const BlockArgs& a_;

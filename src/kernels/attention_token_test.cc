@@ -8,30 +8,21 @@
 
 #include "kernels/attention.h"
 #include "kernels/attention_test_util.h"
+#include "kernels/isa_test.h"
 
 namespace qevict::kernels {
 namespace {
 
-class TokenCodeTest : public testing::TestWithParam<Isa> {
+class TokenCodeTest : public IsaTest {
  protected:
-  void SetUp() override {
-    before_ = ActiveIsa();
-    ASSERT_TRUE(ForceIsa(GetParam()));
-  }
-  void TearDown() override { ForceIsa(before_); }
   void Check(const ProblemParams& params) {
     Problem problem(params);
     problem.Run(*pool_, workspace_);
     ASSERT_EQ(problem.Compare(), "") << params.Name();
   }
-
-  Isa before_ = Isa::kScalar;
-  std::unique_ptr<ParallelFor> pool_ = MakeSerial();
-  Workspace workspace_;
 };
 
-INSTANTIATE_TEST_SUITE_P(AllIsas, TokenCodeTest, testing::ValuesIn(AllIsas()),
-                         [](const auto& isa) { return std::string(IsaName(isa.param)); });
+INSTANTIATE_TEST_SUITE_P(AllIsas, TokenCodeTest, testing::ValuesIn(AllIsas()), IsaParamName);
 
 ProblemParams TokenParams() {
   ProblemParams p;
