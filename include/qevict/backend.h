@@ -65,8 +65,10 @@ struct qevict_stats {
   uint64_t n_layers, n_streams, cells_per_stream;
   uint64_t capacity_f16_bytes; /* an f16 cache of all cells */
   uint64_t events, promotions, demotions, first_encodings, evictions;
-  uint64_t route_ns, attention_ns, write_ns, mask_ns; /* time spent, nanoseconds */
-  uint64_t violations;                                /* found by the validator (QEVICT_CHECK=1) */
+  /* Time spent, nanoseconds: routing and packing, attention, writing of rows, masks and lists of
+   * windows, scores. */
+  uint64_t route_ns, attention_ns, write_ns, mask_ns, score_ns;
+  uint64_t violations; /* found by the validator (QEVICT_CHECK=1) */
 };
 QEVICT_API int qevict_get_stats(uint64_t session, struct qevict_stats* stats);
 

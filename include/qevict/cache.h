@@ -123,6 +123,8 @@ class KvCache {
   SeqId CreateSequence(uint32_t stream);
   /// Live sequences of a stream, oldest first. A sequence disappears when its last token is dead.
   std::vector<SeqId> Sequences(uint32_t stream) const;
+  /// The same into a list that keeps its memory.
+  void Sequences(uint32_t stream, std::vector<SeqId>& ids) const;
   uint32_t stream_of(SeqId seq) const;
   /// Windows of a sequence in order (births rise). Windows evicted in every layer are gone from the
   /// list.

@@ -144,6 +144,12 @@ SeqId KvCache::CreateSequence(uint32_t stream) { return impl_->CreateSequence(st
 
 std::vector<SeqId> KvCache::Sequences(uint32_t stream) const {
   std::vector<SeqId> ids;
+  Sequences(stream, ids);
+  return ids;
+}
+
+void KvCache::Sequences(uint32_t stream, std::vector<SeqId>& ids) const {
+  ids.clear();
   for (SeqId id = 0; id < impl_->sequences.size(); ++id) {
     const Sequence* s = impl_->Seq(id);
     if (s && s->stream == stream) ids.push_back(id);
@@ -151,7 +157,6 @@ std::vector<SeqId> KvCache::Sequences(uint32_t stream) const {
   std::sort(ids.begin(), ids.end(), [&](SeqId a, SeqId b) {
     return impl_->sequences[a]->created < impl_->sequences[b]->created;
   });
-  return ids;
 }
 
 uint32_t KvCache::stream_of(SeqId seq) const {

@@ -13,11 +13,10 @@ constexpr const char* kTests = "Tests";
 struct BenchModelOptions {
   std::string model, file;
   std::string prompts = "512", generations = "32", depths = "0";
-  std::string budgets = "20%", policies = "full,qevict";
   int64_t n_repetitions = 5, n_threads = 0, n_batch = 2048, n_ubatch = 512;
   bool verbose = false;
   Format format = Format::kMarkdown;
-  ConfigOptions cache;
+  CacheListOptions caches{"full,qevict", "20%"};
 };
 
 Result<ModelBenchPlan> MakePlan(const BenchModelOptions& o) {
@@ -39,9 +38,7 @@ Result<ModelBenchPlan> MakePlan(const BenchModelOptions& o) {
   if (TestsAt(0, plan.prompts, plan.generations).empty()) {
     return InvalidArgument("there is no test: -p and -n are both 0");
   }
-  const Result<Config> base = o.cache.Build();
-  if (!base.ok()) return base.status();
-  Result<std::vector<CacheChoice>> caches = CacheChoices(o.policies, o.budgets, *base);
+  Result<std::vector<CacheChoice>> caches = o.caches.Build();
   if (!caches.ok()) return caches.status();
   plan.caches = std::move(*caches);
   plan.n_repetitions = static_cast<uint32_t>(o.n_repetitions);
@@ -58,8 +55,10 @@ const std::vector<Table::Column>& Columns() {
                                                      {"test", "test"},
                                                      {"tokens_per_s_mean", "t/s mean"},
                                                      {"tokens_per_s_median", "median"},
+                                                     {"ttft_ms", "TTFT, ms"},
                                                      {"tpot_p50_ms", "TPOT p50, ms"},
                                                      {"tpot_p95_ms", "p95"},
+                                                     {"upkeep_percent", "upkeep"},
                                                      {"ratio_median", "x CPU"},
                                                      {"ratio_low", "from"},
                                                      {"ratio_high", "to"},
@@ -90,9 +89,12 @@ BenchRow MakeRow(const ModelRow& row) {
            TextCell(row.test.Name()),
            FixedCell(Mean(speeds), 2),
            FixedCell(QuantileOf(speeds, 0.5), 2)};
+  cells.push_back(row.test.n_prompt ? FixedCell(QuantileOf(row.ms, 0.5), 1) : Cell{});
   for (const double q : {0.5, 0.95}) {
     cells.push_back(row.token_ms.empty() ? Cell{} : FixedCell(QuantileOf(row.token_ms, q), 2));
   }
+  cells.push_back(row.upkeep_ms ? PercentCell(100.0 * *row.upkeep_ms / Mean(row.token_ms))
+                                : Cell{});
   if (ours) {
     const MedianInterval i = IntervalOfMedian(row.ratios);
     cells.insert(cells.end(), {RatioCell(i.median), RatioCell(i.low), RatioCell(i.high),
@@ -170,6 +172,8 @@ Command AddBenchModel(CLI::App& bench) {
       "of -d tokens is read once per cache; between repetitions the tokens behind it are taken\n"
       "back, and the first one decoded then is not timed. `mean KL` compares the logits of 8\n"
       "tokens behind the prompt with the CPU backend's: a full cache that differs is an error.\n"
+      "`TTFT` is the median time to read a pp test's tokens; `upkeep` the part of a token's time\n"
+      "that goes into routing, packing, scores, masks and writing.\n"
       "`peak RSS` is the process's so far: both models are loaded, and the caches of earlier "
       "rows.\n");
   AddModel(*app, o->model)->group(kTests);
@@ -190,15 +194,7 @@ Command AddBenchModel(CLI::App& bench) {
       ->group(kTests);
   AddInteger(*app, "--ubatch-size", o->n_ubatch, 1, 65536, "prompt tokens per step (also -ub)")
       ->group(kTests);
-  AddText(*app, "--budget", o->budgets, "SIZES",
-          "budgets, separated by commas: shares of f16 or bytes")
-      ->default_str(o->budgets)
-      ->group("Cache");
-  AddText(*app, "--preset,--policy", o->policies, "NAMES",
-          "presets, separated by commas; full has no budget")
-      ->default_str(o->policies)
-      ->group("Cache");
-  o->cache.Register(*app, false);
+  o->caches.Register(*app);
   AddFormat(*app, o->format, "table, or with jsonl one line per result", true)->group("Output");
   AddFlag(*app, "-v,--verbose", o->verbose, "show the log of llama.cpp")->group("Output");
   return {app, [o] { return BenchModel(*o); }};

@@ -28,6 +28,8 @@ struct ModelRow {
   std::vector<double> ratios;    ///< CPU / ours, of each pair
   std::optional<double> kl;      ///< mean over the checked tokens behind the same prompt
   std::optional<qevict_stats> stats;
+  /// tg: time of a token that goes into routing, packing, scores, masks and writing; mean.
+  std::optional<double> upkeep_ms;
   uint64_t peak_rss_bytes = 0;
 };
 

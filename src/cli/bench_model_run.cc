@@ -230,9 +230,15 @@ class ModelBench {
     return {};
   }
 
+  static double UpkeepMs(const qevict_stats& s) {
+    return static_cast<double>(s.route_ns + s.score_ns + s.mask_ns + s.write_ns) / 1e6;
+  }
+
   /// All repetitions of one test on the CPU backend and on one cache.
   Status MeasurePairs(Context& cpu, ModelRow& cpu_row, Context& ours, ModelRow& row) {
     const size_t first = cpu_row.ms.size();
+    const Result<qevict_stats> before = ours.Stats();
+    if (!before.ok()) return before.status();
     for (uint32_t r = 0; r < plan_.n_repetitions; ++r) {
       const bool cpu_first = r % 2 == 0;
       if (cpu_first) QEVICT_RETURN_IF_ERROR(MeasureInto(cpu, cpu_row));
@@ -243,6 +249,10 @@ class ModelBench {
     const Result<qevict_stats> stats = ours.Stats();
     if (!stats.ok()) return stats.status();
     row.stats = *stats;
+    if (row.test.n_gen != 0) {
+      const double n_tokens = 1.0 * plan_.n_repetitions * (row.test.n_gen + 1);  // and a warm-up
+      row.upkeep_ms = (UpkeepMs(*stats) - UpkeepMs(*before)) / n_tokens;
+    }
     return {};
   }
 

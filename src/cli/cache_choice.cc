@@ -16,9 +16,12 @@ std::vector<std::string> SplitList(std::string_view text) {
 }
 
 Result<std::vector<CacheChoice>> CacheChoices(std::string_view policies, std::string_view budgets,
+                                              std::span<const std::string> configs,
                                               const Config& base) {
   std::vector<CacheChoice> choices;
-  for (const std::string& policy : SplitList(policies)) {
+  const std::vector<std::string> names =
+      policies.empty() ? std::vector<std::string>{} : SplitList(policies);
+  for (const std::string& policy : names) {
     for (const std::string& budget : SplitList(budgets)) {
       Result<Config> config = ParseConfig("preset=" + policy, base);
       if (!config.ok()) return config.status();
@@ -28,7 +31,52 @@ Result<std::vector<CacheChoice>> CacheChoices(std::string_view policies, std::st
       if (full) break;
     }
   }
+  for (const std::string& text : configs) {
+    Result<Config> config = ParseConfig(text, base);
+    if (!config.ok()) return config.status();
+    choices.push_back({text, "", *config});
+  }
   return choices;
+}
+
+void CacheListOptions::Register(CLI::App& app) {
+  AddText(app, "--budget", budgets_, "SIZES",
+          "budgets, separated by commas: shares of f16 or bytes")
+      ->default_str(budgets_)
+      ->group("Cache");
+  policy_option_ = AddText(app, "--preset,--policy", policies_, "NAMES",
+                           "presets, separated by commas; full has no budget")
+                       ->default_str(policies_)
+                       ->group("Cache");
+  app.add_option("--cache", caches_,
+                 "one more cache as a whole configuration; may be given\nmore than once")
+      ->type_name("KEY=VALUE,..")
+      ->expected(1)
+      ->take_all()
+      ->group("Cache");
+  AddFlag(app, "--pack-all", pack_all_,
+          "compare codecs alone: everything but 8 sinks and the recents is\n"
+          "packed, nothing evicted (preset pack, budget 100%)")
+      ->group("Cache");
+  config_.Register(app, false);
+}
+
+Result<std::vector<CacheChoice>> CacheListOptions::Build() const {
+  Config defaults;
+  if (pack_all_) {
+    if (policy_option_->count() != 0) {
+      return InvalidArgument("--pack-all and --policy " + policies_ +
+                             " exclude each other: it is preset pack at 100%");
+    }
+    defaults.preset = Preset::kPack;
+    defaults.budget_fraction = 1.0;
+    defaults.sinks = 8;
+  }
+  const Result<Config> base = config_.Build(defaults);
+  if (!base.ok()) return base.status();
+  const bool only_caches = !caches_.empty() && policy_option_->count() == 0;
+  const std::string_view policies = only_caches ? "" : pack_all_ ? "pack" : policies_;
+  return CacheChoices(policies, pack_all_ ? "100%" : budgets_, caches_, *base);
 }
 
 }  // namespace qevict::cli

@@ -26,11 +26,11 @@ constexpr const char* kInput = "Input";
 
 struct KldOptions {
   std::string model, file;
-  std::string budgets = "100%,40%,20%,10%,5%", policies = "qevict", reference = "fa";
+  std::string reference = "fa";
   int64_t n_chunks = 8, n_prompt = 3072, n_score = 1024, n_step = 0, n_batch = 512, n_threads = 0;
   bool floor = false, verbose = false;
   Format format = Format::kMarkdown;
-  ConfigOptions cache;
+  CacheListOptions caches{"qevict", "100%,40%,20%,10%,5%"};
 };
 
 /// One row of the table: a compressed cache, or the CPU backend without flash attention ("floor").
@@ -42,11 +42,11 @@ struct Contender {
   double share_sum = 0.0;
 };
 
-/// "floor" first, then policies x budgets.
-Result<std::vector<Contender>> MakeContenders(const KldOptions& o, const Config& base) {
+/// "floor" first, then the caches.
+Result<std::vector<Contender>> MakeContenders(const KldOptions& o) {
   std::vector<Contender> contenders;
   if (o.floor) contenders.push_back({"floor", "", std::nullopt, {}, {}, 0.0});
-  const Result<std::vector<CacheChoice>> choices = CacheChoices(o.policies, o.budgets, base);
+  const Result<std::vector<CacheChoice>> choices = o.caches.Build();
   if (!choices.ok()) return choices.status();
   for (const CacheChoice& c : *choices) {
     contenders.push_back({c.policy, c.budget, c.config, {}, {}, 0.0});
@@ -400,11 +400,16 @@ class KldRun {
 };
 
 /// Tokens per step; tiers must not be due to change inside one.
-Result<uint32_t> StepTokens(const KldOptions& o, const Config& config) {
-  const uint32_t interval = config.EffectiveInterval();
+Result<uint32_t> StepTokens(const KldOptions& o, std::span<const Contender> contenders) {
+  uint32_t shortest = UINT32_MAX;
+  for (const Contender& c : contenders) {
+    if (c.config) shortest = std::min(shortest, c.config->EffectiveInterval());
+  }
   const auto step =
-      static_cast<uint32_t>(o.n_step ? o.n_step : std::min<int64_t>(interval, o.n_batch));
-  if (interval % step != 0) {
+      static_cast<uint32_t>(o.n_step ? o.n_step : std::min<int64_t>(shortest, o.n_batch));
+  for (const Contender& c : contenders) {
+    const uint32_t interval = c.config ? c.config->EffectiveInterval() : step;
+    if (interval % step == 0) continue;
     return InvalidArgument("--step " + std::to_string(step) + " does not divide the interval of " +
                            std::to_string(interval) + " tokens: decisions would come late");
   }
@@ -416,16 +421,14 @@ Result<uint32_t> StepTokens(const KldOptions& o, const Config& config) {
 }
 
 int EvalKld(const KldOptions& o) {
-  const Result<Config> base = o.cache.Build();
-  if (!base.ok()) return Fail(base.status());
   if (o.reference != "fa" && o.reference != "none-fa") {
     return Fail(
         InvalidArgument("--reference " + o.reference + " is not legal: expected fa or none-fa"));
   }
-  const Result<uint32_t> step = StepTokens(o, *base);
-  if (!step.ok()) return Fail(step.status());
-  Result<std::vector<Contender>> contenders = MakeContenders(o, *base);
+  Result<std::vector<Contender>> contenders = MakeContenders(o);
   if (!contenders.ok()) return Fail(contenders.status());
+  const Result<uint32_t> step = StepTokens(o, *contenders);
+  if (!step.ok()) return Fail(step.status());
   if (const Status s = CheckModelFile(o.model); !s.ok()) return Fail(s);
   if (o.file.empty()) return Fail(InvalidArgument("there is no text: give -f FILE"));
   const Result<std::string> text = ReadTextFile(o.file);
@@ -469,13 +472,7 @@ Command AddKld(CLI::App& eval) {
       ->group(kInput);
   AddFlag(*app, "--floor", o->floor, "compare the reference with its own other attention, too")
       ->group(kInput);
-  AddText(*app, "--budget", o->budgets, "SIZES", "budgets, separated by commas")
-      ->default_str(o->budgets)
-      ->group("Cache");
-  AddText(*app, "--preset,--policy", o->policies, "NAMES", "presets, separated by commas")
-      ->default_str(o->policies)
-      ->group("Cache");
-  o->cache.Register(*app, false);
+  o->caches.Register(*app);
   AddFormat(*app, o->format, "table, or with json one line per chunk and result")->group("Output");
   AddFlag(*app, "-v,--verbose", o->verbose, "show the log of llama.cpp")->group("Output");
   return {app, [o] { return EvalKld(*o); }};

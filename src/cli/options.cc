@@ -226,10 +226,10 @@ void ConfigOptions::Register(CLI::App& app, bool budget_and_preset) {
       ->group("Cache");
 }
 
-Result<Config> ConfigOptions::Build() const {
-  Config config;
+Result<Config> ConfigOptions::Build(const Config& defaults) const {
+  Config config = defaults;
   if (!base_.empty()) {
-    Result<Config> base = LoadConfig(base_);
+    Result<Config> base = LoadConfig(base_, defaults);
     if (!base.ok()) return base;
     config = *base;
   }

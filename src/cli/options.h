@@ -63,8 +63,8 @@ class ConfigOptions {
   /// own --budget and
   /// --policy (lists).
   void Register(CLI::App& app, bool budget_and_preset = true);
-  /// All settings on top of the defaults. Errors: kInvalidArgument, kNotFound (file of --config).
-  Result<Config> Build() const;
+  /// All settings on top of `defaults`. Errors: kInvalidArgument, kNotFound (file of --config).
+  Result<Config> Build(const Config& defaults = {}) const;
 
  private:
   void AddKey(CLI::App& app, const std::string& names, const std::string& key,

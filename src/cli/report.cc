@@ -72,6 +72,7 @@ Metrics CacheMetrics(const qevict_stats& s) {
       {"time.route_ms", "routing, ms", ms(s.route_ns)},
       {"time.write_ms", "cache writes, ms", ms(s.write_ns)},
       {"time.mask_ms", "masks, ms", ms(s.mask_ns)},
+      {"time.score_ms", "scores, ms", ms(s.score_ns)},
       {"violations", "violated invariants", CountCell(s.violations)},
   };
 }

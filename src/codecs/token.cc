@@ -7,9 +7,10 @@
 namespace qevict::codecs {
 namespace {
 
-using kernels::PlacesOfUnit;
+using kernels::kKeyUnit;
+using kernels::kValueUnit;
 using kernels::VectorCode;
-using kernels::WordsOfUnit;
+using kernels::WordsOfUnits;
 
 void PutBits(uint8_t* words, uint32_t row, uint32_t lane, uint32_t shift, uint32_t value) {
   uint32_t word;
@@ -24,44 +25,46 @@ uint32_t GetBits(const uint8_t* words, uint32_t row, uint32_t lane, uint32_t shi
   return word >> shift & mask;
 }
 
-/// Where a code, or the low or high part of a code of 3 bits, lies among the rows of 8 tokens.
+/// Where one field's part of a code lies among the rows of 8 words.
 struct Spot {
   uint32_t row, lane, shift;
 };
 
-/// A place of a unit whose first row is `row`; bits: 1, 2, 4, 8, of the part that is looked for.
-Spot KeySpot(uint32_t bits, uint32_t row, uint32_t place, uint32_t token) {
-  const uint32_t step = place / 4, byte = place % 4, steps = 8 / bits;
-  return {row + step / steps, token, 8 * byte + bits * (step % steps)};
+/// at: where the unit's field begins, in widths of a key's field.
+Spot KeySpot(uint32_t at, uint32_t place, uint32_t token) {
+  return {at / 8, token % 8, 8 * (place % kKeyUnit) + at % 8};
 }
-Spot ValueSpot(uint32_t bits, uint32_t row, uint32_t place, uint32_t token) {
-  const uint32_t group = place / 8, pair = token / 2, odd = 16 * (token % 2);
-  if (bits == 8) return {row + pair / 2, place, 8 * (pair % 2) + odd};
-  const uint32_t groups = 4 / bits;
-  return {row + group / groups, place % 8, bits * (pair + 4 * (group % groups)) + odd};
+Spot ValueSpot(uint32_t at, uint32_t width, uint32_t place, uint32_t token) {
+  const uint32_t bit = 4 * at + width * (token % 8 / 2);
+  return {bit / 16, place % kValueUnit, bit % 16 + 16 * (token % 2)};
 }
+
+uint32_t UnitsOf(uint32_t dim, uint32_t unit) { return (dim + unit - 1) / unit; }
 
 }  // namespace
 
 template <class F>
 void TokenWriter::ForFields(uint32_t token, uint32_t place, F&& f) const {
-  uint32_t row = token / 8 * code_.n_words;
+  const uint32_t unit = is_k_ ? kKeyUnit : kValueUnit;
+  kernels::FieldCursors next = first_;
   for (uint32_t s = 0; s < code_.n_segments; ++s) {
-    const uint32_t bits = code_.segments[s].bits, n = PlacesOfUnit(bits);
-    if (place >= n * code_.segments[s].n_units) {
-      place -= n * code_.segments[s].n_units;
-      row += WordsOfUnit(bits) * code_.segments[s].n_units;
-      continue;
-    }
-    row += place / n * WordsOfUnit(bits);
-    const auto field = [&](uint32_t width, uint32_t first_row, uint32_t low_bit) {
-      f(is_k_ ? KeySpot(width, first_row, place % n, token % 8)
-              : ValueSpot(width, first_row, place % n, token % 8),
-        width, low_bit);
+    const uint32_t bits = code_.segments[s].bits, n = code_.segments[s].n_units;
+    const bool here = place < n * unit;
+    const uint32_t skipped = here ? place / unit : n;
+    const auto field = [&](uint32_t& at, uint32_t width, uint32_t low_bit) {
+      at += width * skipped;
+      if (!here) return;
+      Spot spot = is_k_ ? KeySpot(at, place, token) : ValueSpot(at, width, place, token);
+      spot.row += token / 8 * code_.n_words;
+      f(spot, width, low_bit);
     };
-    field(bits == 3 ? 2 : bits, row, 0);
-    if (bits == 3) field(1, row + 2, 2);
-    return;
+    if (bits == 8) field(next.at8, 8, 0);
+    if (bits == 4) field(next.at4, 4, 0);
+    if (bits == 3 || bits == 2) field(next.at2, 2, 0);
+    if (bits == 3) field(next.at1, 1, 2);
+    if (bits == 1) field(next.at1, 1, 0);
+    if (here) return;
+    place -= n * unit;
   }
 }
 
@@ -79,16 +82,16 @@ uint32_t TokenWriter::Get(const uint8_t* words, uint32_t token, uint32_t place) 
   return value;
 }
 
-UniformVector::UniformVector(uint32_t bits, uint32_t dim) {
-  const uint32_t n_units = (dim + PlacesOfUnit(bits) - 1) / PlacesOfUnit(bits);
+UniformVector::UniformVector(uint32_t bits, uint32_t dim, uint32_t unit) {
+  const uint32_t n_units = UnitsOf(dim, unit);
   code.n_segments = 1;
   code.segments[0] = {static_cast<uint8_t>(bits), static_cast<uint16_t>(n_units)};
   for (uint32_t i = 0; bits < 8 && i < 1u << bits; ++i) {
     code.levels[0][i] = static_cast<uint8_t>(i);
   }
-  code.has_zero = true;
-  code.n_words = n_units * WordsOfUnit(bits);
-  code.n_places = n_units * PlacesOfUnit(bits);
+  code.grid = kernels::TokenGrid::kScaleZero;
+  code.n_words = WordsOfUnits(n_units * bits, unit);
+  code.n_places = n_units * unit;
   step.assign(code.n_places, 0.0f);
   channel.assign(code.n_places, 0xFFFF);
   for (uint32_t c = 0; c < dim; ++c) {
@@ -103,16 +106,16 @@ TokenCodec::TokenCodec(uint32_t bits, uint32_t window, const RowShape& shape)
     : bits_(bits),
       window_(window),
       shape_(shape),
-      k_(bits, shape.head_dim),
-      v_(bits, shape.head_dim_v),
+      k_(bits, shape.head_dim, kKeyUnit),
+      v_(bits, shape.head_dim_v, kValueUnit),
       codes_(shape.n_kv_heads, {k_.code, v_.code}) {}
 
 BlockBytes TokenCodec::Bytes(uint32_t bits, uint32_t window, const RowShape& shape) {
-  const auto bytes = [&](uint32_t dim) {
-    const uint32_t n_units = (dim + PlacesOfUnit(bits) - 1) / PlacesOfUnit(bits);
-    return kernels::TokenCodeBytes(window, n_units * WordsOfUnit(bits), true);
+  const auto bytes = [&](uint32_t dim, uint32_t unit) {
+    return kernels::TokenCodeBytes(window, WordsOfUnits(UnitsOf(dim, unit) * bits, unit),
+                                   kernels::TokenGrid::kScaleZero);
   };
-  return {bytes(shape.head_dim), bytes(shape.head_dim_v)};
+  return {bytes(shape.head_dim, kKeyUnit), bytes(shape.head_dim_v, kValueUnit)};
 }
 
 void TokenCodec::Encode(uint32_t, uint32_t n, const float* k, const float* v,

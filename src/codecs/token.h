@@ -10,8 +10,8 @@
 // Grids as in kivi_axis.h: rounded to f16 first, a constant group gets scale 1 and codes 0, what
 // f16 cannot hold is clamped, non-finite inputs count as 0. Tokens n ... W-1: everything 0.
 //
-// Bytes per token of D + Dv channels: (D + Dv) b / 8 codes, each part rounded up to its units, and
-// 8 for the grids. At D = Dv = 64, b = 2: 40 of 256, 15.6%.
+// Bytes per token of D + Dv channels: (D + Dv) b / 8 codes, each part rounded up to 4, and 8 for
+// the grids. At D = Dv = 64, b = 2: 40 of 256, 15.6%.
 //
 // Why per token: a window needs no grid of its own, so short windows cost nothing, and integer dot
 // products read the codes in place. The price is what KIVI found (arXiv 2402.02750): outlier
@@ -25,20 +25,22 @@
 
 namespace qevict::codecs {
 
-/// Codes of one vector in units: what token_code.h lays out.
+/// Codes of one vector in fields: what token_code.h lays out.
 class TokenWriter {
  public:
-  TokenWriter(const kernels::VectorCode& code, bool is_k) : code_(code), is_k_(is_k) {}
+  TokenWriter(const kernels::VectorCode& code, bool is_k)
+      : code_(code), first_(code), is_k_(is_k) {}
   /// Sets the code at `place` of a token; words must be 0 before.
   void Put(uint8_t* words, uint32_t token, uint32_t place, uint32_t value) const;
   uint32_t Get(const uint8_t* words, uint32_t token, uint32_t place) const;
 
  private:
-  /// Calls f(spot, width, lowest bit of the code) for each field that the place's code is split to.
+  /// Calls f(spot, width, lowest bit of the code) for each field that holds a part of the code.
   template <class F>
   void ForFields(uint32_t token, uint32_t place, F&& f) const;
 
   const kernels::VectorCode& code_;
+  kernels::FieldCursors first_;
   bool is_k_;
 };
 
@@ -47,7 +49,7 @@ struct UniformVector {
   kernels::VectorCode code;
   std::vector<float> step;
   std::vector<uint16_t> channel;
-  UniformVector(uint32_t bits, uint32_t dim);
+  UniformVector(uint32_t bits, uint32_t dim, uint32_t unit);
 };
 
 class TokenCodec final : public Codec {

@@ -12,14 +12,15 @@
 namespace qevict::codecs {
 namespace {
 
-using kernels::PlacesOfUnit;
-using kernels::TokenSegment;
+using kernels::kKeyUnit;
+using kernels::kValueUnit;
 using kernels::VectorCode;
-using kernels::WordsOfUnit;
 
 constexpr int kCenter = 63;
-constexpr size_t kMaxPadding = 31;  ///< places of a vector beyond its channels
-constexpr uint32_t kSegmentBits[] = {8, 4, 3, 2, 1};
+constexpr kernels::TokenGrid kGrid = kernels::TokenGrid::kScaleByte;
+/// Of a scale of 1: bytes reach from 2^-20 to 1.94, so gains from 2^-8 (in full precision) to 124.
+constexpr float kScaleUnit = 64.0f;
+constexpr size_t kMaxPadding = kValueUnit - 1;  ///< places of a vector beyond its channels
 
 /// Positive Lloyd-Max levels of a unit Gaussian (Max 1960, table I), and the distortions.
 constexpr double kLevels1[] = {0.7979};
@@ -38,6 +39,8 @@ double Largest(uint32_t bits) { return bits == 8 ? kLargest8 : PositiveLevels(bi
 
 double Distortion(uint32_t bits) {
   switch (bits) {
+    case 0:
+      return 1.0;
     case 1:
       return 0.3634;
     case 2:
@@ -62,43 +65,27 @@ void FillLevels(uint32_t bits, uint8_t* levels) {
   }
 }
 
-/// Units of each of kSegmentBits.
-struct Split {
-  uint32_t units[5] = {};
-  double cost = std::numeric_limits<double>::infinity();
-};
+/// Bits of a unit that gets one step more; 8: there is none.
+uint32_t NextBits(uint32_t bits) { return bits < 4 ? bits + 1 : 8; }
 
-/// prefix[i]: energy of the i strongest channels.
-double CostOf(const uint32_t* units, std::span<const double> prefix) {
-  const size_t n = prefix.size() - 1;
-  size_t at = 0;
-  double cost = 0.0;
-  for (size_t s = 0; s < 5; ++s) {
-    const size_t end = std::min(n, at + size_t{units[s]} * PlacesOfUnit(kSegmentBits[s]));
-    cost += Distortion(kSegmentBits[s]) * (prefix[end] - prefix[at]);
-    at = end;
-  }
-  return cost + prefix[n] - prefix[at];
-}
-
-Split BestSplit(std::span<const double> prefix, uint32_t n_words) {
-  Split best;
-  for (uint32_t n8 = 0; n8 <= 2 && 2 * n8 <= n_words; ++n8) {
-    for (uint32_t n4 = 0; 2 * n8 + n4 <= n_words; ++n4) {
-      const uint32_t left = n_words - 2 * n8 - n4;
-      for (uint32_t n3 = 0; 3 * n3 <= left; ++n3) {
-        for (uint32_t n1 = 0; 3 * n3 + n1 <= left; ++n1) {
-          Split split{{n8, n4, n3, left - 3 * n3 - n1, n1}};
-          uint32_t n_places = 0;
-          for (size_t s = 0; s < 5; ++s) n_places += split.units[s] * PlacesOfUnit(kSegmentBits[s]);
-          if (n_places > prefix.size() - 1 + kMaxPadding) continue;
-          split.cost = CostOf(split.units, prefix);
-          if (split.cost < best.cost) best = split;
-        }
-      }
+/// Bits of each unit, from their energies in falling order: the step that lowers the distortion
+/// most per bit comes first (it is the best split, since the distortions are convex).
+std::vector<uint32_t> SplitBits(std::span<const double> energy, uint32_t capacity) {
+  std::vector<uint32_t> bits(energy.size(), 0);
+  for (;;) {
+    size_t best = energy.size();
+    double best_gain = -1.0;
+    for (size_t i = 0; i < energy.size(); ++i) {
+      const uint32_t next = NextBits(bits[i]);
+      if (bits[i] == 8 || next - bits[i] > capacity) continue;
+      const double gain =
+          energy[i] * (Distortion(bits[i]) - Distortion(next)) / (next - bits[i]);
+      if (gain > best_gain) best_gain = gain, best = i;
     }
+    if (best == energy.size()) return bits;
+    capacity -= NextBits(bits[best]) - bits[best];
+    bits[best] = NextBits(bits[best]);
   }
-  return best;
 }
 
 uint32_t WordsOfBoth(uint32_t quarter_bits, const RowShape& shape) {
@@ -147,12 +134,19 @@ float LevelOf(const VectorCode& code, uint32_t segment, uint32_t value) {
   return static_cast<float>(static_cast<int>(level) - kCenter);
 }
 
+/// The byte of a scale, in units of kScaleUnit; what it stands for.
+uint8_t ScaleByte(float scale) {
+  const uint32_t half = F32ToF16(std::clamp(scale, 0.0f, 1.0f * kMaxF16));
+  return static_cast<uint8_t>(std::min((half + 32) >> 6, 255u));
+}
+float ScaleOf(uint8_t byte) { return F16ToF32(static_cast<uint16_t>(byte << 6)); }
+
 /// Calls f(segment, place) for all places that hold a channel.
 template <class F>
-void ForPlaces(const VectorCode& code, F&& f) {
+void ForPlaces(const VectorCode& code, uint32_t unit, F&& f) {
   uint32_t place = 0;
   for (uint32_t s = 0; s < code.n_segments; ++s) {
-    const uint32_t n = code.segments[s].n_units * PlacesOfUnit(code.segments[s].bits);
+    const uint32_t n = code.segments[s].n_units * unit;
     for (uint32_t j = 0; j < n; ++j, ++place) {
       if (code.step[place] != 0.0f) f(s, place);
     }
@@ -161,15 +155,17 @@ void ForPlaces(const VectorCode& code, F&& f) {
 
 struct Encoder {
   const VectorCode& code;
+  const uint32_t unit;
   const TokenWriter writer;
   std::vector<uint8_t> codes;
 
-  Encoder(const VectorCode& c, bool is_k) : code(c), writer(c, is_k), codes(c.n_places) {}
+  Encoder(const VectorCode& c, bool is_k)
+      : code(c), unit(is_k ? kKeyUnit : kValueUnit), writer(c, is_k), codes(c.n_places) {}
 
   /// Codes at one gain; returns the least squares scale.
   float Quantize(const float* x, float gain) {
     double xy = 0.0, yy = 0.0;
-    ForPlaces(code, [&](uint32_t s, uint32_t j) {
+    ForPlaces(code, unit, [&](uint32_t s, uint32_t j) {
       const float value = Finite(x[code.channel[j]]);
       codes[j] = static_cast<uint8_t>(NearestCode(code, s, value / (code.step[j] * gain)));
       const double y = code.step[j] * LevelOf(code, s, codes[j]);
@@ -183,28 +179,28 @@ struct Encoder {
   void Encode(const float* x, const float* sigma, uint32_t token, uint8_t* words, uint8_t* scales) {
     double sum = 0.0;
     uint32_t n = 0;
-    ForPlaces(code, [&](uint32_t, uint32_t j) {
+    ForPlaces(code, unit, [&](uint32_t, uint32_t j) {
       const double y = Finite(x[code.channel[j]]) / sigma[j];
       sum += y * y;
       ++n;
     });
-    float scale = n == 0 ? 0.0f : static_cast<float>(std::sqrt(sum / n));
+    float scale = n == 0 ? 0.0f : static_cast<float>(std::sqrt(sum / n)) / kScaleUnit;
     for (int pass = 0; pass < 2 && scale > 0.0f && scale < kMaxF16; ++pass) {
       scale = Quantize(x, scale);
     }
-    const uint16_t stored = F32ToF16(std::clamp(scale, 0.0f, kMaxF16));
-    StoreF16(scales, token, stored);
-    if (stored == 0) return;
-    Quantize(x, F16ToF32(stored));
-    ForPlaces(code, [&](uint32_t, uint32_t j) { writer.Put(words, token, j, codes[j]); });
+    scales[token] = ScaleByte(scale);
+    if (scales[token] == 0) return;
+    Quantize(x, ScaleOf(scales[token]));
+    ForPlaces(code, unit, [&](uint32_t, uint32_t j) { writer.Put(words, token, j, codes[j]); });
   }
 };
 
 /// Sigma of every place, from its step.
-std::vector<float> SigmaOf(const VectorCode& code) {
+std::vector<float> SigmaOf(const VectorCode& code, uint32_t unit) {
   std::vector<float> sigma(code.n_places, 1.0f);
-  ForPlaces(code, [&](uint32_t s, uint32_t j) {
-    sigma[j] = code.step[j] * kCenter / static_cast<float>(Largest(code.segments[s].bits));
+  ForPlaces(code, unit, [&](uint32_t s, uint32_t j) {
+    sigma[j] = code.step[j] * kCenter /
+               (kScaleUnit * static_cast<float>(Largest(code.segments[s].bits)));
   });
   return sigma;
 }
@@ -231,36 +227,37 @@ void WaterFillStats::AddValue(const float* value, uint32_t head_dim_v) {
 }
 
 WaterFillVector FillWater(std::span<const double> energy, std::span<const double> sigma,
-                          uint32_t n_words) {
+                          uint32_t n_words, uint32_t unit) {
   const size_t dim = energy.size();
   std::vector<uint16_t> order(dim);
   std::iota(order.begin(), order.end(), uint16_t{0});
   std::stable_sort(order.begin(), order.end(),
                    [&](uint16_t a, uint16_t b) { return energy[a] > energy[b]; });
-  std::vector<double> prefix{0.0};
-  for (const uint16_t c : order) prefix.push_back(prefix.back() + energy[c]);
-  const Split split = BestSplit(prefix, n_words);
+  std::vector<double> unit_energy((dim + unit - 1) / unit, 0.0);
+  for (size_t i = 0; i < dim; ++i) unit_energy[i / unit] += energy[order[i]];
+  const std::vector<uint32_t> bits = SplitBits(unit_energy, n_words * 32 / unit);
 
   WaterFillVector out;
-  out.code.center = kCenter;
-  out.code.n_words = n_words;
-  size_t channel = 0;
-  for (size_t s = 0; s < 5; ++s) {
-    if (split.units[s] == 0) continue;
-    const uint32_t bits = kSegmentBits[s];
-    FillLevels(bits, out.code.levels[out.code.n_segments]);
-    out.code.segments[out.code.n_segments++] = {static_cast<uint8_t>(bits),
-                                                static_cast<uint16_t>(split.units[s])};
-    for (uint32_t j = 0; j < split.units[s] * PlacesOfUnit(bits); ++j, ++channel) {
-      const bool real = channel < dim;
-      out.channel.push_back(real ? order[channel] : uint16_t{0xFFFF});
-      out.step.push_back(real ? static_cast<float>(sigma[order[channel]] * Largest(bits) / kCenter)
-                              : 0.0f);
+  VectorCode& code = out.code;
+  code.center = kCenter;
+  code.n_words = n_words;
+  code.grid = kGrid;
+  for (size_t u = 0; u < bits.size() && bits[u] != 0; ++u) {
+    if (code.n_segments == 0 || code.segments[code.n_segments - 1].bits != bits[u]) {
+      FillLevels(bits[u], code.levels[code.n_segments]);
+      code.segments[code.n_segments++] = {static_cast<uint8_t>(bits[u]), 0};
+    }
+    ++code.segments[code.n_segments - 1].n_units;
+    for (size_t i = u * unit; i < (u + 1) * unit; ++i) {
+      const bool real = i < dim;
+      out.channel.push_back(real ? order[i] : uint16_t{0xFFFF});
+      const double step = real ? sigma[order[i]] * Largest(bits[u]) * kScaleUnit / kCenter : 0.0;
+      out.step.push_back(static_cast<float>(step));
     }
   }
-  out.code.n_places = static_cast<uint32_t>(out.step.size());
-  out.code.step = out.step.data();
-  out.code.channel = out.channel.data();
+  code.n_places = static_cast<uint32_t>(out.step.size());
+  code.step = out.step.data();
+  code.channel = out.channel.data();
   return out;
 }
 
@@ -284,8 +281,8 @@ WaterFillCodec::WaterFillCodec(uint32_t quarter_bits, uint32_t window, const Row
     AveragePairs(rope, weight);
     std::vector<double> energy(shape.head_dim);
     for (size_t c = 0; c < energy.size(); ++c) energy[c] = weight[c] * k[c];
-    k_.push_back(FillWater(energy, root(k), k_words));
-    v_.push_back(FillWater(v, root(v), v_words));
+    k_.push_back(FillWater(energy, root(k), k_words, kKeyUnit));
+    v_.push_back(FillWater(v, root(v), v_words, kValueUnit));
     k_.back().mean.assign(mean.begin(), mean.end());
   }
   for (size_t h = 0; h < k_.size(); ++h) {
@@ -297,8 +294,8 @@ WaterFillCodec::WaterFillCodec(uint32_t quarter_bits, uint32_t window, const Row
 
 BlockBytes WaterFillCodec::Bytes(uint32_t quarter_bits, uint32_t window, const RowShape& shape) {
   const uint32_t k_words = KeyWords(quarter_bits, shape);
-  return {kernels::TokenCodeBytes(window, k_words, false),
-          kernels::TokenCodeBytes(window, WordsOfBoth(quarter_bits, shape) - k_words, false)};
+  return {kernels::TokenCodeBytes(window, k_words, kGrid),
+          kernels::TokenCodeBytes(window, WordsOfBoth(quarter_bits, shape) - k_words, kGrid)};
 }
 
 size_t WaterFillCodec::LearnedBytes(const RowShape& shape) {
@@ -326,7 +323,7 @@ void WaterFillCodec::Encode(uint32_t kv_head, uint32_t n, const float* k, const 
   const auto encode = [&](const VectorCode& code, bool is_k, const float* x, uint32_t dim,
                           uint8_t* words) {
     Encoder encoder(code, is_k);
-    const std::vector<float> sigma = SigmaOf(code);
+    const std::vector<float> sigma = SigmaOf(code, encoder.unit);
     for (uint32_t t = 0; t < n; ++t, x += dim) {
       encoder.Encode(x, sigma.data(), t, words, words + size_t{window_} * code.n_words * 4);
     }
@@ -343,9 +340,9 @@ void WaterFillCodec::Decode(uint32_t kv_head, uint32_t n, const uint8_t* block, 
     const TokenWriter writer(code, is_k);
     const uint8_t* scales = words + size_t{window_} * code.n_words * 4;
     for (uint32_t t = 0; t < n; ++t, x += dim) {
-      const float scale = LoadF16(scales, t);
+      const float scale = ScaleOf(scales[t]);
       std::fill_n(x, dim, 0.0f);
-      ForPlaces(code, [&](uint32_t s, uint32_t j) {
+      ForPlaces(code, is_k ? kKeyUnit : kValueUnit, [&](uint32_t s, uint32_t j) {
         const float level = LevelOf(code, s, writer.Get(words, t, j));
         x[code.channel[j]] += code.step[j] * scale * level;
       });

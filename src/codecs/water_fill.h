@@ -7,7 +7,8 @@
 //   m[c]      mean of the keys before RoPE
 //   sigma[c]  RMS of the values; of keys of what is left, after RoPE: both channels of a pair
 //             share theirs
-//   b[c]      0, 1, 2, 3, 4 or 8 bits, chosen so that the sum over channels of
+//   b[c]      0, 1, 2, 3, 4 or 8 bits, alike for units of 4 (keys) or 8 (values) channels of similar
+//             energy, chosen so that the sum over channels of
 //               weight[c] * sigma[c]^2 * D(b[c])
 //             is least at the given number of words; weight: query energy E[q_c^2] for keys, 1 for
 //             values; D: distortion of a unit Gaussian at its Lloyd-Max levels (1, .3634, .1175,
@@ -22,10 +23,11 @@
 //
 // level - 63: Lloyd-Max levels of a unit Gaussian in steps of u_b = (largest level) / 63, rounded.
 // Codes are taken at the gain g = RMS of residual[c] / sigma[c] over coded channels; scale is then
-// the least squares fit of the decoded vector to the residual, as f16.
+// the least squares fit of the decoded vector to the residual, as 64 times a scale of one byte
+// (token_code.h), and codes are taken once more at what that stands for.
 //
-// Words: bits / 32 of (D + Dv) channels, keys get the odd one. Bytes per token: 4 per word and 4
-// for two scales. At D = Dv = 64: 2 bits 36 of 256 (14.1%), 3 bits 52 (20.3%).
+// Words: bits / 32 of (D + Dv) channels, keys get the odd one. Bytes per token: 4 per word and 2
+// for two scales. At D = Dv = 64: 2 bits 34 of 256 (13.3%), 3 bits 50 (19.5%).
 //
 // Score: q . (R_p m + residual): the mean's part needs no code and is exact.
 #pragma once
@@ -61,10 +63,10 @@ struct WaterFillVector {
   std::vector<float> mean;        // [dim]
 };
 
-/// Splits `n_words` words per token among channels of the given energies (weight * sigma^2);
-/// sigma: what is left per channel.
+/// Splits `n_words` words per token among channels of the given energies (weight * sigma^2), in
+/// units of kernels::kKeyUnit or kValueUnit channels; sigma: what is left per channel.
 WaterFillVector FillWater(std::span<const double> energy, std::span<const double> sigma,
-                          uint32_t n_words);
+                          uint32_t n_words, uint32_t unit);
 
 class WaterFillCodec final : public Codec {
  public:

@@ -42,16 +42,16 @@ std::vector<WaterFillStats> StatsOf(Source& k, Source& v, size_t n) {
 }
 
 TEST(WaterFillTest, BytesAreThoseOfTheSpecification) {
-  EXPECT_EQ(WaterFillCodec::Bytes(8, 8, kShape).total(), 8u * 36);
-  EXPECT_EQ(WaterFillCodec::Bytes(12, 8, kShape).total(), 8u * 52);
-  EXPECT_EQ(WaterFillCodec::Bytes(9, 16, kShape).keys, 16u * 22);  // the odd word is the keys'
-  EXPECT_EQ(WaterFillCodec::Bytes(9, 16, kShape).values, 16u * 18);
-  EXPECT_EQ(WaterFillCodec::Bytes(6, 8, {2, 128, 128}).total(), 8u * 52);
+  EXPECT_EQ(WaterFillCodec::Bytes(8, 8, kShape).total(), 8u * 34);
+  EXPECT_EQ(WaterFillCodec::Bytes(12, 8, kShape).total(), 8u * 50);
+  EXPECT_EQ(WaterFillCodec::Bytes(9, 16, kShape).keys, 16u * 21);  // the odd word is the keys'
+  EXPECT_EQ(WaterFillCodec::Bytes(9, 16, kShape).values, 16u * 17);
+  EXPECT_EQ(WaterFillCodec::Bytes(6, 8, {2, 128, 128}).total(), 8u * 50);
 }
 
 TEST(WaterFillTest, EqualChannelsGetEqualBits) {
   const std::vector<double> ones(64, 1.0);
-  const WaterFillVector v = FillWater(ones, ones, 4);
+  const WaterFillVector v = FillWater(ones, ones, 4, kernels::kKeyUnit);
   ASSERT_EQ(v.code.n_segments, 1u);
   EXPECT_EQ(v.code.segments[0].bits, 2);
   EXPECT_EQ(v.code.n_places, 64u);
@@ -60,7 +60,7 @@ TEST(WaterFillTest, EqualChannelsGetEqualBits) {
 TEST(WaterFillTest, StrongChannelsGetMoreBits) {
   std::vector<double> energy(64, 1e-6), sigma(64, 1e-3);
   for (int c = 20; c < 28; ++c) energy[c] = 1.0, sigma[c] = 1.0;
-  const WaterFillVector v = FillWater(energy, sigma, 4);
+  const WaterFillVector v = FillWater(energy, sigma, 4, kernels::kValueUnit);
   EXPECT_GE(v.code.segments[0].bits, 4);
   for (int j = 0; j < 8; ++j) EXPECT_TRUE(v.channel[j] >= 20 && v.channel[j] < 28);
   // Every channel at most once, and what pads has no step.

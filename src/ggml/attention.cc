@@ -164,21 +164,9 @@ void CacheGroup::NoteQueries(const ggml_tensor* op, const LayerBinding& layer, u
   cache_->AddQueryEnergy(cache_layer, squares.data());
 }
 
-Status CacheGroup::FlashAttention(const ggml_tensor* op, OmpPool& pool) {
-  QEVICT_RETURN_IF_ERROR(CheckAttention(op));
-  QEVICT_RETURN_IF_ERROR(EnsureCache());
-  const int il = FindLayer(Root(op->src[1]));
-  const LayerBinding& layer = layers_[static_cast<size_t>(il)];
-  // Layers share a mask as a rule, but need not (sliding windows in some layers of one cache).
-  if (!step_open_ || masks_.empty() || op->src[3] != mask_tensor_) {
-    cache_->FinishRestore();
-    if (!step_open_) seq_rows_.clear();  // a graph that writes nothing
-    ReadMask(op);
-    step_open_ = true;
-    grouped_ = false;
-  }
-  if (!grouped_) BuildRowGroups();
-
+/// The kernels' arguments for all row groups and parts of a layer.
+void CacheGroup::CollectViews(const ggml_tensor* op, const LayerBinding& layer) {
+  const ScopedTimer timer(timers_.mask_ns);
   refs_scratch_.clear();
   ids_scratch_.clear();
   bits_scratch_.clear();
@@ -199,13 +187,37 @@ Status CacheGroup::FlashAttention(const ggml_tensor* op, OmpPool& pool) {
                                             views_scratch_[part * groups_.size() + g], part));
     }
   }
+}
+
+Status CacheGroup::FlashAttention(const ggml_tensor* op, OmpPool& pool) {
+  QEVICT_RETURN_IF_ERROR(CheckAttention(op));
+  QEVICT_RETURN_IF_ERROR(EnsureCache());
+  const int il = FindLayer(Root(op->src[1]));
+  const LayerBinding& layer = layers_[static_cast<size_t>(il)];
+  // Layers share a mask as a rule, but need not (sliding windows in some layers of one cache).
+  if (!step_open_ || masks_.empty() || op->src[3] != mask_tensor_) {
+    cache_->FinishRestore();
+    if (!step_open_) seq_rows_.clear();  // a graph that writes nothing
+    ReadMask(op);
+    step_open_ = true;
+    grouped_ = false;
+  }
+  if (!grouped_) BuildRowGroups();
+
+  CollectViews(op, layer);
   for (uint32_t part = 0; part < layer.n_parts; ++part) NoteQueries(op, layer, part);
   {
     const ScopedTimer timer(timers_.attention_ns);
     if (!kernels::Attend(attention_scratch_, pool, workspace_))
       return ResourceExhausted("no memory for the attention workspace");
   }
-  for (size_t i = 0; WantsMass() && i < views_scratch_.size(); ++i) {
+  if (WantsMass()) AddMasses(layer);
+  return BoundedRoute(layer, pool);
+}
+
+void CacheGroup::AddMasses(const LayerBinding& layer) {
+  const ScopedTimer timer(timers_.score_ns);
+  for (size_t i = 0; i < views_scratch_.size(); ++i) {
     const GroupView& view = views_scratch_[i];
     const auto part = static_cast<uint32_t>(i / groups_.size());
     const kernels::AttentionShape& shape = shapes_scratch_[part];
@@ -214,7 +226,6 @@ Status CacheGroup::FlashAttention(const ggml_tensor* op, OmpPool& pool) {
         mass_scratch_.data() + view.first_mass, view.n_refs, shape.n_kv_heads * shape.n_gqa,
         groups_[i % groups_.size()].n_rows - attention_scratch_[i].mass_first_row);
   }
-  return BoundedRoute(layer, pool);
 }
 
 }  // namespace qevict::plugin

@@ -51,6 +51,7 @@ void AddStats(CacheGroup& group, qevict_stats* out) {
   out->attention_ns += group.timers().attention_ns;
   out->write_ns += group.timers().write_ns;
   out->mask_ns += group.timers().mask_ns;
+  out->score_ns += group.timers().score_ns;
   const KvCache* cache = group.cache();
   if (!cache) return;
   const qevict::CacheStats s = cache->Stats();

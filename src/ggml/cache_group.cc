@@ -232,8 +232,8 @@ uint64_t CacheGroup::workspace_bytes() const {
   uint64_t bytes =
       workspace_.bytes() +
       (bits_scratch_.capacity() + bias_scratch_.capacity() + mass_scratch_.capacity()) * 4;
-  for (const MaskBits& mask : masks_) bytes += mask.bytes();
-  for (const RowGroup& group : groups_)
+  for (const MaskBits& mask : masks_.elements()) bytes += mask.bytes();
+  for (const RowGroup& group : groups_.elements())
     bytes += (group.bits.capacity() + group.bias.capacity() + group.windows.capacity()) * 4;
   return bytes;
 }
@@ -294,7 +294,8 @@ int CacheGroup::DumpLayer(uint32_t il, uint32_t* births, uint8_t* tiers, float* 
                           uint32_t capacity) {
   uint32_t n = 0;
   for (uint32_t stream = 0; stream < n_streams_; ++stream) {
-    for (const SeqId seq : cache_->Sequences(stream)) {
+    cache_->Sequences(stream, sequences_scratch_);
+    for (const SeqId seq : sequences_scratch_) {
       refs_scratch_.clear();
       ids_scratch_.clear();
       cache_->View(il, seq, refs_scratch_, ids_scratch_);

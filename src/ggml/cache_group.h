@@ -19,6 +19,7 @@
 #include "ggml.h"
 #include "ggml/mask.h"
 #include "ggml/omp_pool.h"
+#include "ggml/reused.h"
 #include "kernels/attention.h"
 #include "qevict/cache.h"
 
@@ -44,7 +45,6 @@ struct LayerBinding {
 struct RowGroup {
   uint32_t stream_index = 0;  ///< among the streams of the step
   uint32_t first_row = 0, n_rows = 0;
-  SeqId seq = 0;                  ///< the sequence the rows were appended to
   std::vector<SeqId> visible;     ///< sequences with visible tokens, oldest first
   std::vector<WindowId> windows;  ///< all their windows, in order
   std::vector<uint32_t> bits;     ///< [n_rows][windows.size()]
@@ -106,7 +106,7 @@ class CacheGroup {
   Config& config() { return config_; }
 
   struct Timers {
-    uint64_t attention_ns = 0, write_ns = 0, mask_ns = 0, route_ns = 0;
+    uint64_t attention_ns = 0, write_ns = 0, mask_ns = 0, route_ns = 0, score_ns = 0;
   };
   const Timers& timers() const { return timers_; }
 
@@ -122,6 +122,8 @@ class CacheGroup {
   void DropOverwritten();
   Status RouteDue(OmpPool& pool);
   void BuildRowGroups();
+  void NoteSeen(uint32_t stream_index);
+  void AddWindows(SeqId seq, RowGroup& group) const;
   void FillBits(RowGroup& group, const MaskBits& mask);
   Status BoundedRoute(const LayerBinding& layer, OmpPool& pool);
   Status SetLayerRope(const LayerBinding& layer);
@@ -131,6 +133,8 @@ class CacheGroup {
     size_t first_ref, n_refs, first_bit, first_bias, first_mass;
   };
   GroupView CollectGroup(uint32_t cache_layer, const RowGroup& group);
+  void CollectViews(const ggml_tensor* op, const LayerBinding& layer);
+  void AddMasses(const LayerBinding& layer);
   void NoteQueries(const ggml_tensor* op, const LayerBinding& layer, uint32_t part);
   kernels::AttentionGroup ToKernel(const ggml_tensor* op, const kernels::AttentionShape& shape,
                                    const RowGroup& group, const GroupView& view, uint32_t part);
@@ -152,11 +156,11 @@ class CacheGroup {
   std::vector<TokenSpec> tokens_;
   std::vector<uint32_t> token_stream_;
   std::vector<TokenRef> refs_;
-  std::vector<MaskBits> masks_;               ///< per stream of the step
+  Reused<MaskBits> masks_;                    ///< per stream of the step
   const ggml_tensor* mask_tensor_ = nullptr;  ///< what masks_ were read from
   uint32_t first_stream_ = 0;  ///< of the step's attention; masks_[i] belongs to first_stream_ + i
   uint32_t rows_per_stream_ = 0;
-  std::vector<RowGroup> groups_;
+  Reused<RowGroup> groups_;
   struct SeqRows {
     SeqId seq;
     uint32_t rows;
@@ -179,7 +183,12 @@ class CacheGroup {
   };
   std::vector<PartialRow> partial_rows_;
 
-  // Scratch, kept between calls.
+  // Scratch, kept between calls: no step of a cache that does not grow asks for memory.
+  std::vector<int32_t> positions_scratch_;
+  std::vector<uint8_t> positional_scratch_;
+  std::vector<SeqId> sequences_scratch_;
+  Reused<std::vector<SeqId>> seen_scratch_;
+  RowGroup rows_scratch_;
   kernels::Workspace workspace_;
   std::vector<kernels::WindowRef> refs_scratch_;
   std::vector<WindowId> ids_scratch_;

@@ -86,8 +86,8 @@ Status CacheGroup::ReadTokens(const ggml_tensor* op, size_t n) {
   const ggml_tensor* indices = op->src[1];
   if (indices->type != GGML_TYPE_I64 && indices->type != GGML_TYPE_I32)
     return Unimplemented("cell indices of an unknown type");
-  std::vector<int32_t> pos;
-  std::vector<uint8_t> positional;
+  std::vector<int32_t>& pos = positions_scratch_;
+  std::vector<uint8_t>& positional = positional_scratch_;
   const ggml_tensor* rope = FindRope(op->src[0]);
   if (rope) ReadPositions(rope, n, pos, positional);
   tokens_.resize(n);
@@ -169,7 +169,8 @@ Status CacheGroup::InferSequences() {
 // the newest token that its row sees, in this batch or in the cache.
 SeqId CacheGroup::SequenceOfRow(uint32_t stream, const MaskBits* mask, size_t first, uint32_t row) {
   const TokenSpec& token = tokens_[first + row];
-  const std::vector<SeqId> sequences = cache_->Sequences(stream);
+  std::vector<SeqId>& sequences = sequences_scratch_;
+  cache_->Sequences(stream, sequences);
   if (n_streams_ > 1) {
     for (size_t i = 0; i < first + row; ++i) {
       if (token_stream_[i] == stream) return tokens_[i].seq;
@@ -196,7 +197,8 @@ SeqId CacheGroup::SequenceByMask(uint32_t stream, const MaskBits& mask, uint32_t
   WindowId newest = kNone;
   uint32_t newest_birth = 0, newest_offset = 0;
   SeqId newest_seq = kNone;
-  for (const SeqId seq : cache_->Sequences(stream)) {
+  cache_->Sequences(stream, sequences_scratch_);
+  for (const SeqId seq : sequences_scratch_) {
     const std::span<const WindowId> windows = cache_->windows(seq);
     // The newest visible token of a sequence is near its end, except after a rollback.
     for (size_t w = windows.size(); w-- > 0;) {
@@ -259,7 +261,7 @@ Status CacheGroup::BoundedRoute(const LayerBinding& layer, OmpPool& pool) {
 void CacheGroup::FillBits(RowGroup& group, const MaskBits& mask) {
   const size_t n = group.windows.size();
   group.bits.assign(size_t{group.n_rows} * n, 0);
-  if (mask.has_values()) group.bias.assign(group.bits.size() * config_.window, 0.0f);
+  group.bias.assign(mask.has_values() ? group.bits.size() * config_.window : 0, 0.0f);
   for (size_t w = 0; w < n; ++w) {
     const WindowInfo info = cache_->info(group.windows[w]);
     bool contiguous = true;
@@ -284,40 +286,53 @@ void CacheGroup::FillBits(RowGroup& group, const MaskBits& mask) {
   }
 }
 
+// Which sequences each row of a stream sees, in seen_scratch_.
+void CacheGroup::NoteSeen(uint32_t stream_index) {
+  cache_->Sequences(first_stream_ + stream_index, sequences_scratch_);
+  seen_scratch_.resize(rows_per_stream_);
+  for (auto& row : seen_scratch_) row.clear();
+  if (sequences_scratch_.size() == 1) {
+    for (auto& row : seen_scratch_) row = sequences_scratch_;
+    return;
+  }
+  RowGroup& all = rows_scratch_;
+  all.n_rows = rows_per_stream_;
+  for (const SeqId seq : sequences_scratch_) {
+    all.windows.clear();
+    AddWindows(seq, all);
+    FillBits(all, masks_[stream_index]);
+    const size_t n = all.windows.size();
+    for (uint32_t r = 0; r < rows_per_stream_; ++r) {
+      const auto row = std::span(all.bits).subspan(r * n, n);
+      if (std::any_of(row.begin(), row.end(), [](uint32_t b) { return b != 0; }))
+        seen_scratch_[r].push_back(seq);
+    }
+  }
+}
+
+void CacheGroup::AddWindows(SeqId seq, RowGroup& group) const {
+  const std::span<const WindowId> windows = cache_->windows(seq);
+  group.windows.insert(group.windows.end(), windows.begin(), windows.end());
+}
+
+// Rows that see the same sequences form a group.
 void CacheGroup::BuildRowGroups() {
   const ScopedTimer timer(timers_.mask_ns);
   groups_.clear();
   grouped_ = true;
   for (uint32_t s = 0; s < masks_.size(); ++s) {
-    const std::vector<SeqId> sequences = cache_->Sequences(first_stream_ + s);
-    // Which sequences each row sees; rows that see the same ones form a group.
-    std::vector<std::vector<SeqId>> seen(rows_per_stream_);
-    if (sequences.size() == 1) {
-      for (auto& row : seen) row = sequences;
-    } else {
-      for (const SeqId seq : sequences) {
-        RowGroup all{s, 0, rows_per_stream_, seq, {}, {}, {}, {}};
-        const std::span<const WindowId> windows = cache_->windows(seq);
-        all.windows.assign(windows.begin(), windows.end());
-        FillBits(all, masks_[s]);
-        for (uint32_t r = 0; r < rows_per_stream_; ++r) {
-          const auto begin = all.bits.begin() + static_cast<ptrdiff_t>(r * windows.size());
-          if (std::any_of(begin, begin + static_cast<ptrdiff_t>(windows.size()),
-                          [](uint32_t b) { return b != 0; }))
-            seen[r].push_back(seq);
-        }
-      }
-    }
+    NoteSeen(s);
     for (uint32_t r = 0; r < rows_per_stream_;) {
       uint32_t end = r + 1;
-      while (end < rows_per_stream_ && seen[end] == seen[r]) ++end;
-      RowGroup group{s, r, end - r, 0, seen[r], {}, {}, {}};
-      for (const SeqId seq : group.visible) {
-        const std::span<const WindowId> windows = cache_->windows(seq);
-        group.windows.insert(group.windows.end(), windows.begin(), windows.end());
-      }
+      while (end < rows_per_stream_ && seen_scratch_[end] == seen_scratch_[r]) ++end;
+      RowGroup& group = groups_.Add();
+      group.stream_index = s;
+      group.first_row = r;
+      group.n_rows = end - r;
+      group.visible = seen_scratch_[r];
+      group.windows.clear();
+      for (const SeqId seq : group.visible) AddWindows(seq, group);
       FillBits(group, masks_[s]);
-      groups_.push_back(std::move(group));
       r = end;
     }
   }

@@ -26,8 +26,7 @@ using internal::Scratch;
 
 constexpr uint32_t kMinTasks = 32;  // below: split over windows
 constexpr uint32_t kMinChunkTokens = 512;
-constexpr uint32_t kPromptVectors = 96;  // query vectors of a block in the prompt form
-constexpr uint32_t kMaxStrips = 16;      // separately summed window masses per kv head
+constexpr uint32_t kMaxStrips = 16;  // separately summed window masses per kv head
 constexpr size_t kBlockMassBytes = size_t{1} << 20;
 constexpr size_t kChunkMassBytes = size_t{16} << 20;
 
@@ -59,7 +58,8 @@ struct GroupPlan {
   bool prompt, want_mass;
   size_t first_task, first_merge;
   BlockState* states;  // chunked: [head][block][chunk]
-  float* strip_mass;   // several strips: [head][strip][n_windows]
+  uint32_t mass_rows;  // masses of a kv head: 1, or one per query head
+  float* strip_mass;   // several strips: [head][strip][mass_rows][n_windows]
 };
 
 uint32_t StripBegin(const GroupPlan& p, uint32_t strip) {
@@ -78,8 +78,9 @@ GroupPlan PlanBlocks(const AttentionGroup& g) {
   p.n_windows = static_cast<uint32_t>(g.windows.size());
   p.n_heads = g.shape->n_kv_heads;
   p.want_mass = g.mass != nullptr;
+  p.mass_rows = g.mass_per_head ? g.shape->n_gqa : 1;
   p.prompt = p.n_vec > internal::kDecodeVectors;
-  uint32_t limit = p.prompt ? kPromptVectors : internal::kDecodeVectors;
+  uint32_t limit = p.prompt ? internal::kPromptVectors : internal::kDecodeVectors;
   if (p.want_mass && p.prompt) {
     const size_t fit = kBlockMassBytes / (sizeof(float) * std::max<size_t>(p.n_windows, 1));
     limit = static_cast<uint32_t>(std::clamp<size_t>(fit, internal::kDecodeVectors, limit));
@@ -135,10 +136,6 @@ void LayoutTokenScratch(const AttentionShape& s, const GroupPlan& p, Carver& car
   const size_t n = p.block_vec;
   constexpr uint32_t kSpare = 32;  // a unit without a partner writes one more
   r.token_stride = PadLanes(v_places + kSpare) + internal::kPad;
-  if (p.prompt) {
-    r.token_values = carver.Take<float>(r.token_stride);
-    return;
-  }
   r.q_bytes = carver.Take<int8_t>(n * PadLanes(k_places));
   r.token_o = carver.Take<float>(n * r.token_stride);
   r.weights = carver.Take<int16_t>(n * kTile);
@@ -286,7 +283,8 @@ class Call {
       merges += Merges(p);
       if (p.n_chunks > 1) LayChunks(g, p, carver);
       if (p.want_mass && p.n_strips > 1) {
-        p.strip_mass = carver.Take<float>(size_t{p.n_heads} * p.n_strips * p.n_windows);
+        p.strip_mass =
+            carver.Take<float>(size_t{p.n_heads} * p.n_strips * p.mass_rows * p.n_windows);
       }
       if (plans_ != nullptr) plans_[i] = p;
       Carver one(nullptr);
@@ -349,22 +347,32 @@ class Call {
     const uint32_t strip = static_cast<uint32_t>(index % p.n_strips),
                    kv_head = static_cast<uint32_t>(index / p.n_strips);
     const HeadArgs head = MakeHead(groups_[group], kv_head);
-    float* mass = MassTarget(group, kv_head, strip);
+    const MassTarget mass = TargetOf(group, kv_head, strip);
     for (uint32_t b = StripBegin(p, strip); b < StripBegin(p, strip + 1); ++b) {
       AttendBlock(p, head, b, 0, memory.state, memory.scratch);
       MergeBlock(p, head, b, &memory.state, mass, memory.weights);
     }
   }
 
+  struct MassTarget {
+    float* data;
+    size_t stride;
+    bool max;
+  };
   /// The caller's array, or (cleared) the strip's own.
-  float* MassTarget(size_t group, uint32_t kv_head, uint32_t strip) const {
+  MassTarget TargetOf(size_t group, uint32_t kv_head, uint32_t strip) const {
     const AttentionGroup& g = groups_[group];
     const GroupPlan& p = plans_[group];
-    if (!p.want_mass) return nullptr;
-    if (p.n_strips == 1) return g.mass + kv_head * g.mass_head_stride;
-    float* mass = p.strip_mass + (size_t{kv_head} * p.n_strips + strip) * p.n_windows;
-    std::fill_n(mass, p.n_windows, 0.0f);
-    return mass;
+    const bool max = g.mass_kind == MassKind::kMax;
+    if (!p.want_mass) return {nullptr, 0, max};
+    if (p.n_strips == 1) {
+      return {g.mass + size_t{kv_head} * p.mass_rows * g.mass_head_stride,
+              g.mass_per_head ? g.mass_head_stride : 0, max};
+    }
+    const size_t n = size_t{p.mass_rows} * p.n_windows;
+    float* mass = p.strip_mass + (size_t{kv_head} * p.n_strips + strip) * n;
+    std::fill_n(mass, n, 0.0f);
+    return {mass, g.mass_per_head ? p.n_windows : 0, max};
   }
 
   void AttendBlock(const GroupPlan& p, const HeadArgs& head, uint32_t block, uint32_t chunk,
@@ -383,7 +391,7 @@ class Call {
   }
 
   void MergeBlock(const GroupPlan& p, const HeadArgs& head, uint32_t block, const BlockState* parts,
-                  float* mass, float* weights) const {
+                  const MassTarget& mass, float* weights) const {
     MergeArgs a{};
     a.head = &head;
     a.vec_begin = block * p.block_vec;
@@ -392,7 +400,9 @@ class Call {
     a.n_parts = p.n_chunks;
     a.part_windows = p.chunk_windows;
     a.n_windows = p.n_windows;
-    a.mass = mass;
+    a.mass = mass.data;
+    a.mass_stride = mass.stride;
+    a.mass_max = mass.max;
     a.weights = weights;
     internal::ActiveTable().merge(a);
   }
@@ -406,23 +416,31 @@ class Call {
                      kv_head = static_cast<uint32_t>(local / p.n_blocks);
       const HeadArgs head = MakeHead(groups_[group], kv_head);
       const Thread memory = ThreadMemory(group, thread);
-      MergeBlock(p, head, block, p.states + local * p.n_chunks, MassTarget(group, kv_head, block),
+      MergeBlock(p, head, block, p.states + local * p.n_chunks, TargetOf(group, kv_head, block),
                  memory.weights);
     });
   }
 
   void ReduceStrips() {
     for (size_t i = 0; i < groups_.size(); ++i) {
+      const AttentionGroup& g = groups_[i];
       const GroupPlan& p = plans_[i];
       if (!p.want_mass || p.n_strips <= 1) continue;
+      const float* strip = p.strip_mass;
       for (uint32_t kv_head = 0; kv_head < p.n_heads; ++kv_head) {
-        float* mass = groups_[i].mass + kv_head * groups_[i].mass_head_stride;
-        const float* strips = p.strip_mass + size_t{kv_head} * p.n_strips * p.n_windows;
-        for (uint32_t s = 0; s < p.n_strips; ++s, strips += p.n_windows) {
-          for (uint32_t w = 0; w < p.n_windows; ++w) mass[w] += strips[w];
+        for (uint32_t s = 0; s < p.n_strips; ++s) {
+          for (uint32_t row = 0; row < p.mass_rows; ++row, strip += p.n_windows) {
+            float* mass = g.mass + (size_t{kv_head} * p.mass_rows + row) * g.mass_head_stride;
+            Reduce(g.mass_kind, {strip, p.n_windows}, mass);
+          }
         }
       }
     }
+  }
+
+  static void Reduce(MassKind kind, std::span<const float> from, float* to) {
+    for (size_t w = 0; w < from.size(); ++w)
+      to[w] = kind == MassKind::kMax ? std::max(to[w], from[w]) : to[w] + from[w];
   }
 
   std::span<const AttentionGroup> groups_;
@@ -446,8 +464,8 @@ size_t PackedHeadBytes(uint32_t bits, uint32_t window, uint32_t head_dim, uint32
 }
 
 size_t TokenHeadBytes(uint32_t window, const TokenCode& code) {
-  return TokenCodeBytes(window, code.k.n_words, code.k.has_zero) +
-         TokenCodeBytes(window, code.v.n_words, code.v.has_zero);
+  return TokenCodeBytes(window, code.k.n_words, code.k.grid) +
+         TokenCodeBytes(window, code.v.n_words, code.v.grid);
 }
 
 Workspace::~Workspace() { std::free(data_); }

@@ -66,6 +66,9 @@ struct AttentionShape {
   const TokenCode* token = nullptr;  ///< [n_kv_heads] codes of kToken windows
 };
 
+/// What is made of the attention probabilities that fall on a window, one per row and query head.
+enum class MassKind : uint8_t { kSum, kMax };
+
 /// Query rows that look at the same list of windows (rows of one sequence). Query head index =
 /// kv_head * n_gqa + g.
 struct AttentionGroup {
@@ -86,10 +89,13 @@ struct AttentionGroup {
   size_t bias_stride = 0;
   /// If not null: mass[h * mass_head_stride + i] += sum over rows >= mass_first_row and over the
   /// n_gqa query heads of kv head h of the attention probability that falls on window i. fp32;
-  /// order of summation fixed (thread-count independent).
+  /// order of summation fixed (thread-count independent). kMax: becomes the largest of these
+  /// probabilities, if it was smaller. mass_per_head: h is a query head instead, with its own only.
   float* mass = nullptr;
   size_t mass_head_stride = 0;
   uint32_t mass_first_row = 0;
+  MassKind mass_kind = MassKind::kSum;
+  bool mass_per_head = false;
 };
 
 /// Bytes of one kv head's block.

@@ -5,6 +5,7 @@
 #endif
 #include "kernels/attention_block-inl.h"
 #include "kernels/attention_internal.h"
+#include "kernels/attention_merge-inl.h"
 #include "kernels/simd_avx512vnni.h"
 
 namespace qevict::kernels::internal {

@@ -1,5 +1,4 @@
-// The two entry points of an ISA: attention of a block of query vectors over a chunk of windows,
-// and the merge of chunks. Included by attention_<isa>.cc.
+// Attention of a block of query vectors over a chunk of windows. Included by attention_<isa>.cc.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +20,7 @@ class Block {
        : format == WindowFormat::kToken ? has_tokens_
                                         : has_packed_) = true;
     }
-    if (has_tokens_) key_units_ = tokens_.KeyUnits();
+    if (has_tokens_) key_fetches_ = KeyFetches(h_.token->k);
   }
 
   void Run() {
@@ -32,7 +31,7 @@ class Block {
       const uint32_t left = a_.n_win - first;
       RunTile(first, left < step ? left : step, tile);
     }
-    if (has_tokens_ && !a_.prompt) tokens_.Join(a_.state.o);
+    if (has_tokens_) tokens_.Join(a_.state.o);
     if (a_.state.mass != nullptr) RescaleMasses();
   }
 
@@ -59,9 +58,8 @@ class Block {
       for (uint32_t c = 0; c < d; ++c) q[c] = src[c] * h_.scale;
       if (!a_.prompt && (has_full_ || !PackedInPlace())) ExpandQuery(q, m);
     }
-    if (a_.prompt) return;
     if (has_tokens_) tokens_.Prepare();
-    if (!has_packed_ || !PackedInPlace()) return;
+    if (a_.prompt || !has_packed_ || !PackedInPlace()) return;
     ForBlocks(0, a_.n_vec,
               [&](uint32_t m, auto block) { InterleaveQueries(m, decltype(block)::value); });
   }
@@ -141,27 +139,42 @@ class Block {
       return;
     }
     const TokenTile tokens = ListTokenTile(first, n_win, seen);
-    if (a_.prompt) {
-      if (tokens.n != 0) tokens_.DecodeKeys(tokens, s_.k_tile);
-      for (uint32_t i = 0; i < n_win; ++i) {
-        if (WindowBits(seen, i) == 0 || Window(first + i).format == WindowFormat::kToken) continue;
-        DecodeKeys<S>(h_, Window(first + i), NextWindow(first + i), s_.coef,
-                      s_.k_tile + i * h_.window);
-      }
-      Gemm<S, false>(s_.q, h_.head_dim, s_.k_tile, kTile, s_.scores, kTile, a_.n_vec, kTile,
-                     h_.head_dim);
-    } else {
+    const uint64_t plain = seen & ~TokenBits(first, n_win);
+    if (!a_.prompt) {
       ScoreTile(first, n_win, seen);
-      if (tokens.n != 0) tokens_.Score(tokens);
+    } else if (plain != 0) {
+      ScoreDecodedTile(first, n_win, plain);
     }
+    if (tokens.n != 0) tokens_.Score(tokens);
     Softmax(first, n_win, tile);
-    if (a_.prompt) {
-      if (tokens.n != 0) tokens_.DecodeValues(tokens, seen, s_.v_tile);
-      AddTile(first, n_win, seen, same);
-    } else {
+    if (!a_.prompt) {
       AddRuns(first, n_win);
-      if (tokens.n != 0) tokens_.Add(tokens, seen);
+    } else if (plain != 0) {
+      AddTile(first, n_win, plain, same);
     }
+    if (tokens.n != 0) tokens_.Add(tokens, seen);
+  }
+
+  /// Tokens of the tile that lie in token codes.
+  uint64_t TokenBits(uint32_t first, uint32_t n_win) const {
+    uint64_t bits = 0;
+    for (uint32_t i = 0; has_tokens_ && i < n_win; ++i) {
+      const uint64_t window = h_.window >= 32 ? 0xFFFFFFFFu : (1u << h_.window) - 1;
+      if (Window(first + i).format == WindowFormat::kToken) bits |= window << (i * h_.window);
+    }
+    return bits;
+  }
+
+  /// Prompt form: keys to an f32 tile, then a matrix product. Columns of other tokens are not
+  /// meant.
+  void ScoreDecodedTile(uint32_t first, uint32_t n_win, uint64_t seen) {
+    for (uint32_t i = 0; i < n_win; ++i) {
+      if (WindowBits(seen, i) == 0) continue;
+      DecodeKeys<S>(h_, Window(first + i), NextWindow(first + i), s_.coef,
+                    s_.k_tile + i * h_.window);
+    }
+    Gemm<S, false>(s_.q, h_.head_dim, s_.k_tile, kTile, s_.scores, kTile, a_.n_vec, kTile,
+                   h_.head_dim);
   }
 
   TokenTile ListTokenTile(uint32_t first, uint32_t n_win, uint64_t seen) const {
@@ -171,7 +184,7 @@ class Block {
       if (w.format != WindowFormat::kToken) continue;
       const uint32_t ahead = first + i + h_.tile_windows;
       tile.List(h_, w, i * h_.window, WindowBits(seen, i),
-                ahead < a_.n_win ? &Window(ahead) : nullptr, key_units_);
+                ahead < a_.n_win ? &Window(ahead) : nullptr, key_fetches_);
     }
     return tile;
   }
@@ -230,7 +243,8 @@ class Block {
       const WindowRef& w = Window(first + i);
       if (w.format != WindowFormat::kFull || WindowBits(seen, i) == 0) continue;
       const uint16_t* keys = reinterpret_cast<const uint16_t*>(w.data + h_.head_offset[0]);
-      const uint32_t parts = h_.window / sub, iterations = h_.head_dim * sub / S::kLanes;
+      const uint32_t parts = h_.window / sub,
+                     iterations = h_.head_dim * sub / (kKeyStep * S::kLanes);
       for (uint32_t part = 0; part < parts; ++part) {
         blocks[n++] = {keys + part * sub * h_.head_dim, i * h_.window + part * sub,
                        Next(first + i, part, parts, iterations)};
@@ -243,9 +257,17 @@ class Block {
   Ahead Next(uint32_t i, uint32_t part, uint32_t parts, uint32_t iterations) const {
     if (i + h_.tile_windows >= a_.n_win || iterations == 0) return {Window(i).data, 0, 0};
     const WindowRef& w = Window(i + h_.tile_windows);
-    const uint32_t bytes = h_.head_bytes[static_cast<int>(w.format)] / parts;
-    return {w.data + h_.head_offset[static_cast<int>(w.format)] + part * bytes, bytes / 2,
-            (bytes / 2 + iterations - 1) / iterations};
+    const uint32_t half = h_.head_bytes[static_cast<int>(w.format)] / 2;
+    return {w.data + h_.head_offset[static_cast<int>(w.format)] + part * (half / parts), half,
+            (half / parts + iterations - 1) / iterations};
+  }
+
+  /// The second half of the window one tile after window i; null if there is none.
+  const uint8_t* NextValues(uint32_t i) const {
+    if (i + h_.tile_windows >= a_.n_win) return nullptr;
+    const WindowRef& w = Window(i + h_.tile_windows);
+    const int format = static_cast<int>(w.format);
+    return w.data + h_.head_offset[format] + h_.head_bytes[format] / 2;
   }
 
   /// The same at the rate at which window i itself is decoded.
@@ -291,12 +313,14 @@ class Block {
       while (end < a_.n_vec && s_.bits[end] == s_.bits[begin]) ++end;
       if (s_.bits[begin] != 0) {
         ForFormats(first, n_win, s_.bits[begin], [&](WindowFormat format, const TokenList& list) {
-          for (uint32_t m = begin; m < end;) {
-            const uint32_t left = end - m, parts = (left + kMaxBlock - 1) / kMaxBlock,
-                           n = (left + parts - 1) / parts;
-            AddListed<S>(h_, format, list, n, s_.scores + m * kTile,
-                         a_.state.o + static_cast<size_t>(m) * h_.dv_pad);
-            m += n;
+          const auto add = [&](uint32_t m, auto block) {
+            AddListed<S, decltype(block)::value>(h_, format, list, s_.scores + m * kTile,
+                                                 a_.state.o + static_cast<size_t>(m) * h_.dv_pad);
+          };
+          if (format == WindowFormat::kFull) {
+            ForBlocks<kFullValueBlock<S>>(begin, end, add);
+          } else {
+            ForBlocks(begin, end, add);
           }
         });
       }
@@ -304,24 +328,23 @@ class Block {
     }
   }
 
-  /// Lists the tokens in `bits` in order, and calls f(format, list) for each run of windows of one
-  /// format.
+  /// Calls f(format, list of the format's tokens in `bits`) for each format but token codes.
   template <class F>
   void ForFormats(uint32_t first, uint32_t n_win, uint64_t bits, F&& f) {
     TokenList list;
-    WindowFormat format = Window(first).format;
-    for (uint32_t i = 0; i < n_win; ++i) {
-      const WindowRef& w = Window(first + i);
-      if (w.format != format) {
-        f(format, list);
-        list.n = 0;
-        format = w.format;
+    for (const WindowFormat format :
+         {WindowFormat::kFull, WindowFormat::kPacked2, WindowFormat::kPacked4}) {
+      const bool packed = format != WindowFormat::kFull;
+      if (!(packed ? has_packed_ : has_full_)) continue;
+      list.Clear(packed);
+      for (uint32_t i = 0; i < n_win; ++i) {
+        const WindowRef& w = Window(first + i);
+        const uint32_t window_bits = WindowBits(bits, i);
+        if (w.format == format && window_bits != 0)
+          ListTokens<S>(h_, w, NextValues(first + i), i * h_.window, window_bits, list);
       }
-      const uint32_t window_bits = WindowBits(bits, i);
-      if (window_bits != 0 && format != WindowFormat::kToken)
-        ListTokens<S>(h_, w, i * h_.window, window_bits, list);
+      if (list.n != 0) f(format, list);
     }
-    f(format, list);
   }
 
   // Both forms.
@@ -340,7 +363,7 @@ class Block {
       const float factor = SoftmaxTile<S>(scores, s_.bits[m], logit, a_.state.m[m], a_.state.l[m]);
       if (factor != 1.0f) {
         Rescale(a_.state.o + static_cast<size_t>(m) * h_.dv_pad, factor);
-        if (has_tokens_ && !a_.prompt) tokens_.Rescale(m, factor);
+        if (has_tokens_) tokens_.Rescale(m, factor);
       }
       if (a_.state.mass == nullptr) continue;
       if (Counts(m)) {
@@ -407,62 +430,12 @@ class Block {
   const Scratch& s_;
   TokenPart<S> tokens_;
   bool has_full_ = false, has_packed_ = false, has_tokens_ = false;
-  uint32_t key_units_ = 1;  // of token codes
+  uint32_t key_fetches_ = 1;  // while a token block is scored
 };
 
 template <class S>
 void AttendBlock(const BlockArgs& args) {
   Block<S>(args).Run();
-}
-
-template <class S>
-void MergeBlock(const MergeArgs& a) {
-  using V = typename S::V;
-  const HeadArgs& h = *a.head;
-  for (uint32_t i = 0; i < a.n_vec; ++i) {
-    const uint32_t row = (a.vec_begin + i) / h.n_gqa,
-                   head = h.first_head + (a.vec_begin + i) % h.n_gqa;
-    float max = h.sinks != nullptr ? h.sinks[head] : kMinusInf;
-    for (uint32_t p = 0; p < a.n_parts; ++p) max = a.parts[p].m[i] > max ? a.parts[p].m[i] : max;
-    float sum = h.sinks != nullptr && max != kMinusInf ? ExpScalar<S>(h.sinks[head] - max) : 0.0f;
-    for (uint32_t p = 0; p < a.n_parts; ++p) {
-      const float m = a.parts[p].m[i];
-      a.weights[p] = m == kMinusInf ? 0.0f : ExpScalar<S>(m - max);
-      sum += a.weights[p] * a.parts[p].l[i];
-    }
-    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-    for (uint32_t p = 0; p < a.n_parts; ++p) a.weights[p] *= inverse;
-
-    float* out = h.out + row * h.out_row_stride + head * h.out_head_stride;
-    for (uint32_t j = 0; j < h.dv_pad; j += S::kLanes) {
-      V x = S::Zero();
-      for (uint32_t p = 0; p < a.n_parts; ++p) {
-        if (a.weights[p] == 0.0f) continue;
-        x = S::Fma(S::Load(a.parts[p].o + static_cast<size_t>(i) * h.dv_pad + j),
-                   S::Set1(a.weights[p]), x);
-      }
-      if (j + S::kLanes <= h.head_dim_v) {
-        S::Store(out + j, x);
-      } else {
-        alignas(64) float tail[S::kLanes];
-        S::Store(tail, x);
-        for (uint32_t c = j; c < h.head_dim_v; ++c) out[c] = tail[c - j];
-      }
-    }
-    if (a.mass == nullptr || row < h.mass_first_row) continue;
-    for (uint32_t p = 0; p < a.n_parts; ++p) {
-      if (a.weights[p] == 0.0f) continue;
-      const uint32_t begin = p * a.part_windows, left = a.n_windows - begin;
-      const uint32_t n = left < a.part_windows ? left : a.part_windows;
-      const float* mass = a.parts[p].mass + i * a.parts[p].mass_stride;
-      const V w = S::Set1(a.weights[p]);
-      uint32_t k = 0;
-      for (; k + S::kLanes <= n; k += S::kLanes) {
-        S::Store(a.mass + begin + k, S::Fma(S::Load(mass + k), w, S::Load(a.mass + begin + k)));
-      }
-      for (; k < n; ++k) a.mass[begin + k] += mass[k] * a.weights[p];
-    }
-  }
 }
 
 }  // namespace qevict::kernels::internal

@@ -14,6 +14,8 @@ namespace qevict::kernels::internal {
 inline constexpr uint32_t kTile = 64;
 /// Query vectors up to which the decode form (keys read in place per register block) is used.
 inline constexpr uint32_t kDecodeVectors = 24;
+/// Query vectors of a block in the prompt form.
+inline constexpr uint32_t kPromptVectors = 96;
 /// Register block of the decode form.
 inline constexpr uint32_t kMaxBlock = 8;
 /// Row lengths in scratch are multiples of this, so that whole vectors of any ISA can be stored.
@@ -97,13 +99,12 @@ struct Scratch {
   uint64_t* bits;  ///< [n_vec] visible tokens of the tile
   uint32_t* rows;  ///< [n_vec] row of the group
   // Token codes; null without.
-  int8_t* q_bytes;      ///< decode: [n_vec][PadLanes(K places)]
-  float* token_o;       ///< decode: [n_vec][token_stride] output in places, then the zeros' sum
-  int16_t* weights;     ///< decode: [n_vec][kTile]
-  float* token_values;  ///< prompt: one value in places
-  float* mean_q;        ///< decode: [n_vec][2][PadLanes(n_pairs)] products of query and key mean
-  float* mean_terms;    ///< decode: [n_vec][2 n_fast + 4], see RopeTable::basis
-  float* mean_scores;   ///< decode: [2][n_vec][64] of the last even and the last odd block
+  int8_t* q_bytes;     ///< [n_vec][PadLanes(K places)]
+  float* token_o;      ///< [n_vec][token_stride] output in places, then the zeros' sum
+  int16_t* weights;    ///< [n_vec][kTile]
+  float* mean_q;       ///< [n_vec][2][PadLanes(n_pairs)] products of query and key mean
+  float* mean_terms;   ///< [n_vec][2 n_fast + 4], see RopeTable::basis
+  float* mean_scores;  ///< [2][n_vec][64] of the last even and the last odd block
   uint32_t token_stride;
 };
 
@@ -123,8 +124,10 @@ struct MergeArgs {
   uint32_t vec_begin, n_vec;
   const BlockState* parts;  ///< [n_parts], part i covers windows [i * part_windows, ...)
   uint32_t n_parts, part_windows, n_windows;
-  float* mass;     ///< [n_windows], added to, or null
-  float* weights;  ///< [n_parts] scratch
+  float* mass;         ///< [n_windows] of the first query head, updated, or null
+  size_t mass_stride;  ///< to the next query head's; 0: one for all
+  bool mass_max;       ///< the largest instead of the sum
+  float* weights;      ///< [n_parts] scratch
 };
 
 struct KernelTable {

@@ -36,11 +36,12 @@ void WithBlock(uint32_t n, F&& f) {
   }
 }
 
-/// Calls f(first query vector of the register block, Int<size>) for blocks of nearly equal size.
-template <class F>
+/// Calls f(first query vector of the register block, Int<size>) for blocks of nearly equal size, at
+/// most kMost.
+template <uint32_t kMost = kMaxBlock, class F>
 void ForBlocks(uint32_t begin, uint32_t end, F&& f) {
   for (uint32_t m = begin; m < end;) {
-    const uint32_t left = end - m, blocks = (left + kMaxBlock - 1) / kMaxBlock,
+    const uint32_t left = end - m, blocks = (left + kMost - 1) / kMost,
                    n = (left + blocks - 1) / blocks;
     WithBlock(n, [&](auto block) { f(m, block); });
     m += n;
@@ -84,6 +85,11 @@ struct Ahead {
     __builtin_prefetch(data + half, 0, 2);
     data += step;
   }
+  /// The first half only.
+  void FetchFirst() {
+    __builtin_prefetch(data, 0, 2);
+    data += step;
+  }
 };
 
 /// A sub-block of S <= 8 tokens of full keys, [D][S], and the tile column its scores go to.
@@ -93,6 +99,10 @@ struct KeyBlock {
   uint32_t column;
   Ahead ahead;
 };
+
+/// Vectors of a full key between two fetches: a line of 64 bytes with 16 lanes. D * 8 is a multiple
+/// of it for any lanes.
+inline constexpr uint32_t kKeyStep = 2;
 
 /// Scores of kM query vectors against kN sub-blocks of 8 tokens; the expanded query loads are
 /// shared by the sub-blocks. q: [kM][q_stride], each channel 8 times.
@@ -107,18 +117,20 @@ void ScoreBlocks8(const KeyBlock<typename E::T>* blocks, const float* q, size_t 
   const typename E::T* keys[kN];
   Ahead ahead[kN];
   for (int n = 0; n < kN; ++n) keys[n] = blocks[n].keys, ahead[n] = blocks[n].ahead;
-  for (uint32_t i = 0; i < head_dim * 8; i += S::kLanes) {
-    V k[kN];
+  for (uint32_t i = 0; i < head_dim * 8; i += kKeyStep * S::kLanes) {
 #pragma GCC unroll 8
-    for (int n = 0; n < kN; ++n) {
-      k[n] = E::Load(keys[n] + i);
-      ahead[n].Fetch();
-    }
+    for (int n = 0; n < kN; ++n) ahead[n].FetchFirst();
 #pragma GCC unroll 8
-    for (int m = 0; m < kM; ++m) {
-      const V query = S::Load(q + m * q_stride + i);
+    for (uint32_t j = i; j < i + kKeyStep * S::kLanes; j += S::kLanes) {
+      V k[kN];
 #pragma GCC unroll 8
-      for (int n = 0; n < kN; ++n) acc[n][m] = S::Fma(k[n], query, acc[n][m]);
+      for (int n = 0; n < kN; ++n) k[n] = E::Load(keys[n] + j);
+#pragma GCC unroll 8
+      for (int m = 0; m < kM; ++m) {
+        const V query = S::Load(q + m * q_stride + j);
+#pragma GCC unroll 8
+        for (int n = 0; n < kN; ++n) acc[n][m] = S::Fma(k[n], query, acc[n][m]);
+      }
     }
   }
   for (int n = 0; n < kN; ++n) {

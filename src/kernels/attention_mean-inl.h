@@ -54,6 +54,12 @@ class MeanPart {
       }
       const float* block = Block(p >> 6) + static_cast<size_t>(m) * kTile;
       uint32_t at = static_cast<uint32_t>(p) & 63u;
+      if (t == 0 && at + 8 <= 64 && stride == 1) {  // nearly always
+        const auto sum = S::Add(S::LoadBlocks(scores, scores),
+                                S::LoadBlocks(block + at, block + at));
+        S::StoreBlocks(sum, scores, scores);
+        return;
+      }
       for (; t < 8 && at < 64; ++t, at += stride) scores[t] += block[at];
     }
   }
@@ -132,39 +138,8 @@ class MeanPart {
   const BlockArgs& a_;
   const HeadArgs& h_;
   const Scratch& s_;
-  float constant_[kDecodeVectors];
+  float constant_[kPromptVectors];
   int32_t tag_[2] = {-1, -1};
 };
-
-/// Adds the rotated mean to 8 decoded keys: channel c, token t at dst[c * stride + t].
-template <class S>
-void AddMeanKeys(const HeadArgs& h, int32_t pos, uint32_t pos_stride, float* coef, float* dst,
-                 size_t stride) {
-  const float* mean = h.token->k.mean;
-  const RopeView& rope = h.rope;
-  const uint32_t n = rope.coarse == nullptr ? 0 : rope.n_pairs;
-  for (uint32_t c = 0; c < h.head_dim; ++c) {
-    if (n != 0 && c >= rope.offset && c < rope.offset + 2 * n) continue;
-    for (uint32_t t = 0; t < 8; ++t) dst[c * stride + t] += mean[c];
-  }
-  if (n == 0) return;
-  float *zeros = coef, *means = coef + 2 * n + 2 * kPad;
-  float* rotation = means + 2 * n + 2 * kPad;
-  for (uint32_t i = 0; i < 2 * n + 2 * kPad; ++i) {
-    zeros[i] = 0.0f;
-    means[i] = i < 2 * n ? mean[rope.offset + i] : 0.0f;
-  }
-  for (uint32_t t = 0; t < 8; ++t) {
-    if (t == 0 || pos_stride != 0) {
-      RotationCoefficients<S>(rope, pos + static_cast<int32_t>(t * pos_stride), zeros, means,
-                              rotation);
-    }
-    for (uint32_t i = 0; i < n; ++i) {
-      const uint32_t x = rope.offset + (rope.halves ? i : 2 * i), y = x + (rope.halves ? n : 1);
-      dst[x * stride + t] += rotation[i];
-      dst[y * stride + t] += rotation[3 * kCoefStride + i];
-    }
-  }
-}
 
 }  // namespace qevict::kernels::internal

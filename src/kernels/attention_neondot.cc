@@ -2,6 +2,7 @@
 // flags.
 #include "kernels/attention_block-inl.h"
 #include "kernels/attention_internal.h"
+#include "kernels/attention_merge-inl.h"
 #include "kernels/simd_neondot.h"
 
 namespace qevict::kernels::internal {

@@ -1,6 +1,7 @@
 // The attention kernels for any CPU. This unit alone is compiled with the ISA's flags.
 #include "kernels/attention_block-inl.h"
 #include "kernels/attention_internal.h"
+#include "kernels/attention_merge-inl.h"
 #include "kernels/simd_scalar.h"
 
 namespace qevict::kernels::internal {

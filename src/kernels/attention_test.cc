@@ -84,6 +84,9 @@ TEST_P(AttentionTest, MatchesReferenceForAllGroupSizesAndRows) {
       p.formats = Formats::kMixed;
       p.mass_first_row = rows / 3;
       Check(p);
+      p.mass_kind = MassKind::kMax;
+      p.mass_per_head = rows > 2;
+      Check(p);
     }
   }
 }
@@ -222,6 +225,8 @@ ProblemParams RandomParams(uint64_t seed) {
   p.mass = pick(0, 1, 1) != 0;
   p.blind_row = pick(0, 0, 1) != 0;
   p.mass_first_row = pick(0, 0, 1, 5);
+  p.mass_kind = pick(0, 0, 1) == 0 ? MassKind::kSum : MassKind::kMax;
+  p.mass_per_head = pick(0, 0, 1) != 0;
   p.head_gap = pick(0, 0, 2, 64);
   return p;
 }

@@ -45,7 +45,8 @@ std::string ProblemParams::Name() const {
     << " rope " << use_rope << " pairing " << int(rope.pairing) << " dims " << rope.n_dims << "+"
     << rope.offset << " pos " << first_pos << " shared " << shared_positions << " softcap "
     << softcap << " bias " << bias << " slopes " << slopes << " sinks " << sinks << " blind "
-    << blind_row << " first " << mass_first_row << " gap " << head_gap << " seed " << seed;
+    << blind_row << " first " << mass_first_row << " kind " << static_cast<int>(mass_kind)
+    << mass_per_head << " gap " << head_gap << " seed " << seed;
   return s.str();
 }
 
@@ -109,6 +110,8 @@ Problem::Problem(const ProblemParams& params) : params_(params), rng_(params.see
   }
   group_.mass_head_stride = p.n_windows + 2;
   group_.mass_first_row = p.mass_first_row;
+  group_.mass_kind = p.mass_kind;
+  group_.mass_per_head = p.mass_per_head;
   Clear();
 }
 
@@ -235,15 +238,16 @@ void Problem::FillPacked(size_t window, uint32_t kv_head) {
 
 void Problem::MakeTokenCodes() {
   const ProblemParams& p = params_;
-  const auto uniform = [&p](uint32_t dim) {
-    const uint32_t places = PlacesOfUnit(p.token_bits);
+  const auto uniform = [&p](uint32_t dim, uint32_t unit) {
     return std::vector<TokenSegment>{
-        {static_cast<uint8_t>(p.token_bits), static_cast<uint16_t>((dim + places - 1) / places)}};
+        {static_cast<uint8_t>(p.token_bits), static_cast<uint16_t>((dim + unit - 1) / unit)}};
   };
   for (uint32_t h = 0; h < p.n_kv_heads; ++h) {
     codes_.push_back(
-        {MakeVectorCode(p.head_dim, p.token_k.empty() ? uniform(p.head_dim) : p.token_k, true),
-         MakeVectorCode(p.head_dim_v, p.token_v.empty() ? uniform(p.head_dim_v) : p.token_v,
+        {MakeVectorCode(p.head_dim,
+                        p.token_k.empty() ? uniform(p.head_dim, kKeyUnit) : p.token_k, true),
+         MakeVectorCode(p.head_dim_v,
+                        p.token_v.empty() ? uniform(p.head_dim_v, kValueUnit) : p.token_v,
                         false)});
   }
   shape_.token = codes_.data();
@@ -254,7 +258,11 @@ VectorCode Problem::MakeVectorCode(uint32_t dim, const std::vector<TokenSegment>
                                    bool is_k) {
   const bool ordered = params_.token_k.empty() && params_.token_v.empty();
   VectorCode code;
-  code.has_zero = params_.token_zero;
+  const uint32_t unit = is_k ? kKeyUnit : kValueUnit;
+  uint32_t bits_of_units = 0;
+  code.grid = params_.token_zero        ? TokenGrid::kScaleZero
+              : params_.token_byte_scale ? TokenGrid::kScaleByte
+                                         : TokenGrid::kScale;
   code.center = params_.token_zero ? 0 : 63;
   for (const TokenSegment& s : segments) {
     uint8_t* levels = code.levels[code.n_segments];
@@ -262,9 +270,10 @@ VectorCode Problem::MakeVectorCode(uint32_t dim, const std::vector<TokenSegment>
     for (uint32_t i = 0; i <= last; ++i)
       levels[i] = static_cast<uint8_t>(ordered ? i : i * 126 / std::max(last, 1u));
     code.segments[code.n_segments++] = s;
-    code.n_words += s.n_units * WordsOfUnit(s.bits);
-    code.n_places += s.n_units * PlacesOfUnit(s.bits);
+    bits_of_units += s.n_units * s.bits;
+    code.n_places += s.n_units * unit;
   }
+  code.n_words = WordsOfUnits(bits_of_units, unit);
   std::vector<uint16_t> channels(dim);
   std::iota(channels.begin(), channels.end(), uint16_t{0});
   if (!ordered) std::shuffle(channels.begin(), channels.end(), rng_);
@@ -274,7 +283,7 @@ VectorCode Problem::MakeVectorCode(uint32_t dim, const std::vector<TokenSegment>
   for (uint32_t i = 0; i < code.n_segments; ++i) {
     const TokenSegment& s = code.segments[i];
     // The first segments are filled; the last one ends with padding if there are places left.
-    for (uint32_t j = 0; j < s.n_units * PlacesOfUnit(s.bits); ++j, ++place) {
+    for (uint32_t j = 0; j < s.n_units * unit; ++j, ++place) {
       if (channel == dim) continue;
       const float largest = ordered ? 1.0f : static_cast<float>(s.bits == 8 ? 255 : 126) / 3.0f;
       (*steps_.back())[place] = (ordered ? 1.0f : 0.5f + std::abs(Normal())) / largest;
@@ -304,10 +313,16 @@ void Problem::FillTokens(size_t window, uint32_t kv_head) {
     const float levels = ordered ? static_cast<float>((1u << p.token_bits) - 1) : 1.0f;
     for (uint32_t t = 0; t < p.window; ++t) {
       if (((seen >> t) & 1u) == 0) continue;
-      Write16(block, at + 2 * t, F32ToF16((1.0f + std::abs(Normal())) / levels));
-      if (code->has_zero) Write16(block, at + 2 * (p.window + t), F32ToF16(Normal() - 1.0f));
+      const uint16_t scale = F32ToF16((1.0f + std::abs(Normal())) / levels);
+      if (code->grid == TokenGrid::kScaleByte) {
+        block[at + t] = static_cast<uint8_t>(std::min(scale >> 6, 255));
+        continue;
+      }
+      Write16(block, at + 2 * t, scale);
+      if (code->grid == TokenGrid::kScaleZero)
+        Write16(block, at + 2 * (p.window + t), F32ToF16(Normal() - 1.0f));
     }
-    at += size_t{p.window} * (code->has_zero ? 4 : 2);
+    at += size_t{p.window} * static_cast<size_t>(code->grid);
   }
 }
 
@@ -315,7 +330,7 @@ void Problem::Clear() {
   out_.assign(params_.n_rows * group_.out_row_stride, -777.0f);
   group_.out = out_.data();
   if (params_.mass) {
-    mass_.assign(params_.n_kv_heads * group_.mass_head_stride, 0.0f);
+    mass_.assign(MassRows() * group_.mass_head_stride, 0.0f);
     group_.mass = mass_.data();
   }
 }
@@ -333,9 +348,10 @@ std::string Problem::CompareWith(const ReferenceResult& want) const {
   double v_max = 0.0, magnitude = 0.0;
   for (double x : want.out) v_max = std::max(v_max, std::abs(x));
   v_max = std::max(v_max, 6.0);
-  // Weights of token codes have 15 bits below the largest of a tile.
-  const bool integers = shape_.token != nullptr && p.n_rows * p.n_gqa <= internal::kDecodeVectors &&
-                        (p.formats == Formats::kToken || p.formats == Formats::kMixed);
+  // Weights of packed values have 15 bits below the largest of a tile.
+  const bool decode = p.n_rows * p.n_gqa <= internal::kDecodeVectors;
+  const bool integers = p.formats == Formats::kToken ||
+                        (decode ? p.formats != Formats::kFull : shape_.token != nullptr);
   const double weight_bound = integers ? 3e-4 : 0.0;
   // Rounding errors of a sum of D terms are a random walk: about sqrt(D) / 2 eps times the sum of
   // magnitudes is out of its reach, as the terms are far smaller than their sum. A weight is off by
@@ -365,12 +381,12 @@ std::string Problem::CompareWith(const ReferenceResult& want) const {
   }
   if (!p.mass) return "";
   const double relative = kEpsilon * (logit_eps * magnitude + sum_eps);
-  for (uint32_t h = 0; h < p.n_kv_heads; ++h) {
+  for (uint32_t h = 0; h < MassRows(); ++h) {
     for (uint32_t i = 0; i < p.n_windows + 2; ++i) {
       const double got = mass_[h * group_.mass_head_stride + i];
       const double ref = i < p.n_windows ? want.mass[size_t{h} * p.n_windows + i] : 0.0;
       if (std::abs(got - ref) <= relative * ref + 1e-30) continue;
-      error << "mass kv head " << h << " window " << i << ": " << got << " instead of " << ref
+      error << "mass row " << h << " window " << i << ": " << got << " instead of " << ref
             << ", relative bound " << relative;
       return error.str();
     }

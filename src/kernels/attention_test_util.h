@@ -28,6 +28,7 @@ struct ProblemParams {
   std::vector<TokenSegment> token_k, token_v;
   uint32_t token_bits = 2;
   bool token_zero = true;
+  bool token_byte_scale = false;  ///< without zeros
   bool token_mean = false;
   Mask mask = Mask::kAll;
   RopeParams rope = HalvesOf64();
@@ -38,6 +39,8 @@ struct ProblemParams {
   bool bias = false, slopes = false, sinks = false, mass = true;
   bool blind_row = false;  ///< the middle row sees nothing
   uint32_t mass_first_row = 0;
+  MassKind mass_kind = MassKind::kSum;
+  bool mass_per_head = false;
   uint32_t head_gap = 0;  ///< poisoned bytes between the heads' blocks
   /// Blocks lie in one piece of memory in random order, as after a while of routing; else each is
   /// an allocation of its own, so that a sanitizer sees reads past it.
@@ -86,6 +89,9 @@ class Problem {
   void FillTokens(size_t window, uint32_t kv_head);
   uint32_t SeenBits(size_t window) const;
   float Normal() { return normal_(rng_); }
+  uint32_t MassRows() const {
+    return params_.n_kv_heads * (params_.mass_per_head ? params_.n_gqa : 1);
+  }
 
   ProblemParams params_;
   std::mt19937_64 rng_;

@@ -17,7 +17,7 @@ struct TokenTile {
 
   /// Lists the parts of a window that somebody sees; the window one tile on is fetched meanwhile.
   void List(const HeadArgs& h, const WindowRef& w, uint32_t column, uint32_t seen,
-            const WindowRef* next, uint32_t n_units) {
+            const WindowRef* next, uint32_t n_fetches) {
     const uint32_t parts = h.window / 8;
     for (uint32_t part = 0; part < parts; ++part) {
       if ((seen >> (8 * part) & 0xFFu) == 0) continue;
@@ -27,7 +27,7 @@ struct TokenTile {
       if (next == nullptr) continue;
       const uint32_t bytes = h.head_bytes[static_cast<int>(next->format)] / parts;
       b.ahead = {next->data + h.head_offset[static_cast<int>(next->format)] + part * bytes,
-                 bytes / 2, (bytes / 2 + n_units - 1) / n_units};
+                 bytes / 2, (bytes / 2 + n_fetches - 1) / n_fetches};
     }
   }
 };
@@ -38,17 +38,9 @@ class TokenPart {
   explicit TokenPart(const BlockArgs& args)
       : a_(args), h_(*args.head), s_(args.scratch), mean_(args) {}
 
-  /// Units of a key, at least 1.
-  uint32_t KeyUnits() const {
-    uint32_t n = 0;
-    for (uint32_t s = 0; s < h_.token->k.n_segments; ++s) n += h_.token->k.segments[s].n_units;
-    return n == 0 ? 1 : n;
-  }
-
-  // Decode form.
-
   void Prepare() {
     const size_t stride = QueryStride();
+    k_fields_ = FieldCursors(h_.token->k);
     for (uint32_t m = 0; m < a_.n_vec; ++m) {
       queries_[m] = QuantizeQuery<S>(h_.token->k, s_.q + static_cast<size_t>(m) * h_.head_dim,
                                      s_.q_bytes + m * stride);
@@ -60,11 +52,12 @@ class TokenPart {
   void Score(const TokenTile& tile) {
     const size_t stride = QueryStride();
     for (uint32_t i = 0; i < tile.n; i += S::kLanes / 8) {
-      const TokenBlock& x = tile.blocks[i];  // the last one may be its own partner
-      const TokenBlock& y = i + 1 < tile.n ? tile.blocks[i + 1] : x;
+      TokenBlock x = tile.blocks[i];  // the last one may be its own partner
+      TokenBlock y = i + 1 < tile.n ? tile.blocks[i + 1] : x;
       ForBlocks(0, a_.n_vec, [&](uint32_t m, auto block) {
-        ScoreTokens<S, decltype(block)::value>(h_.token->k, x, y, s_.q_bytes + m * stride, stride,
+        ScoreTokens<S, decltype(block)::value>(h_.token->k, k_fields_, x, y, s_.q_bytes + m * stride, stride,
                                                queries_ + m, s_.scores + m * kTile);
+        x.ahead.step = y.ahead.step = 0;  // has been fetched
       });
     }
     if (!mean_.active()) return;
@@ -82,11 +75,9 @@ class TokenPart {
     const VectorCode& code = h_.token->v;
     for (uint32_t i = 0; i < tile.n; ++i) {
       const TokenBlock& b = tile.blocks[i];
-      WidenF16<S>(b.v_scale, 8, wide_);
-      __builtin_memcpy(scale + b.column, wide_, 32);
-      if (!code.has_zero) continue;
-      WidenF16<S>(b.v_zero, 8, wide_);
-      __builtin_memcpy(zero + b.column, wide_, 32);
+      float *s = scale + b.column, *z = zero + b.column;
+      S::StoreBlocks(LoadScales<S>(code, b.v_scale, b.v_scale), s, s);
+      if (HasZero(code)) S::StoreBlocks(S::LoadF16Blocks(b.v_zero, b.v_zero), z, z);
     }
     for (uint32_t i = 0; i < kTile; i += S::kLanes) {  // what nobody sees may hold anything
       const uint32_t bits = static_cast<uint32_t>(seen >> i);
@@ -118,52 +109,10 @@ class TokenPart {
     }
   }
 
-  // Prompt form: tiles of f32.
-
-  void DecodeKeys(const TokenTile& tile, float* k_tile) {
-    for (uint32_t i = 0; i < tile.n; i += S::kLanes / 8) {
-      const TokenBlock& x = tile.blocks[i];
-      DecodeTokenKeys<S>(h_.token->k, x, i + 1 < tile.n ? tile.blocks[i + 1] : x, h_.head_dim,
-                         k_tile, kTile);
-    }
-    if (!mean_.active()) return;
-    for (uint32_t i = 0; i < tile.n; ++i) {
-      const TokenBlock& x = tile.blocks[i];
-      AddMeanKeys<S>(h_, x.pos, x.pos_stride, s_.coef, k_tile + x.column, kTile);
-    }
-  }
-
-  void DecodeValues(const TokenTile& tile, uint64_t seen, float* v_tile) {
-    const VectorCode& code = h_.token->v;
-    for (uint32_t i = 0; i < tile.n; ++i) {
-      const TokenBlock& b = tile.blocks[i];
-      alignas(64) float scale[kPad], zero[kPad] = {};
-      WidenF16<S>(b.v_scale, 8, scale);
-      if (code.has_zero) WidenF16<S>(b.v_zero, 8, zero);
-      for (uint32_t t = 0; t < 8; ++t) {
-        if ((seen >> (b.column + t) & 1) == 0) continue;
-        DecodeTokenValue<S>(code, b, t, scale[t], zero[t], s_.token_values);
-        for (uint32_t c = 0; c < h_.dv_pad; ++c) *ValueCell(v_tile, b.column + t, c) = 0.0f;
-        for (uint32_t j = 0; j < code.n_places; ++j) {
-          if (code.step[j] == 0.0f) continue;
-          *ValueCell(v_tile, b.column + t, code.channel[j]) = s_.token_values[j];
-        }
-      }
-    }
-  }
-
  private:
   size_t QueryStride() const { return PadLanes(h_.token->k.n_places); }
   /// Behind the places of a query vector's output: sum of probability * zero.
   uint32_t ZerosAt() const { return s_.token_stride - kPad; }
-
-  static float DotTile(const float* x, const float* y) {
-    auto sum = S::Zero();
-    for (uint32_t t = 0; t < kTile; t += S::kLanes) {
-      sum = S::Fma(S::Load(x + t), S::Load(y + t), sum);
-    }
-    return S::Sum(sum);
-  }
 
   template <int kM>
   void AddBlock(const TokenTile& tile, uint32_t m, const float* scale, const float* zero) {
@@ -175,7 +124,7 @@ class TokenPart {
       units[i] = QuantizeWeights<S>(p, scale, s_.weights + (m + i) * kTile, start[i]);
       start[i] *= -code.center;
       float* o = s_.token_o + static_cast<size_t>(m + i) * s_.token_stride;
-      if (code.has_zero) o[ZerosAt()] += DotTile(p, zero);
+      if (HasZero(code)) o[ZerosAt()] += DotTile<S>(p, zero);
     }
     float* o = s_.token_o + static_cast<size_t>(m) * s_.token_stride;
     AddTokens<S, kM>(code, tile.blocks, tile.n, s_.weights + m * kTile, start, units, o,
@@ -185,8 +134,8 @@ class TokenPart {
   const BlockArgs& a_;
   const HeadArgs& h_;
   const Scratch& s_;
-  TokenQuery queries_[kDecodeVectors];
-  alignas(64) float wide_[kPad];
+  TokenQuery queries_[kPromptVectors];
+  FieldCursors k_fields_;
   MeanPart<S> mean_;
 };
 

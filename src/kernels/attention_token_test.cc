@@ -32,6 +32,16 @@ ProblemParams TokenParams() {
   return p;
 }
 
+/// Bits and places of each segment; as many units as hold them.
+using Split = std::vector<std::pair<uint8_t, uint32_t>>;
+std::vector<TokenSegment> Segments(const Split& split, uint32_t unit) {
+  std::vector<TokenSegment> segments;
+  for (const auto& [bits, places] : split) {
+    segments.push_back({bits, static_cast<uint16_t>((places + unit - 1) / unit)});
+  }
+  return segments;
+}
+
 TEST_P(TokenCodeTest, MatchesReferenceForAllBits) {
   for (uint32_t bits : {1u, 2u, 3u, 4u, 8u}) {
     for (uint32_t window : {8u, 16u, 32u}) {
@@ -40,6 +50,7 @@ TEST_P(TokenCodeTest, MatchesReferenceForAllBits) {
           ProblemParams p = TokenParams();
           p.token_bits = bits;
           p.token_zero = zero;
+          p.token_byte_scale = bits % 2 == 1;
           p.window = window;
           p.n_rows = rows;
           p.n_kv_heads = 2;
@@ -72,20 +83,22 @@ TEST_P(TokenCodeTest, MatchesReferenceForAllHeadDims) {
 }
 
 TEST_P(TokenCodeTest, MatchesReferenceForUnequalBitsInAnyOrder) {
-  const std::vector<TokenSegment> splits[] = {
-      {{4, 2}, {2, 1}, {1, 1}},          // all of 64 channels
-      {{8, 1}, {4, 1}, {3, 1}, {2, 1}},  // all of 64 channels, every kind but one
-      {{4, 3}, {2, 1}},                  // 24 channels without a place
-      {{3, 1}, {1, 1}},
-      {{8, 1}, {4, 2}, {3, 1}, {2, 1}, {1, 1}},  // with padding
+  const Split splits[] = {
+      {{4, 16}, {2, 16}, {1, 32}},          // all of 64 channels
+      {{8, 8}, {4, 8}, {3, 32}, {2, 16}},   // every kind but one
+      {{4, 24}, {2, 16}},                   // 24 channels without a place
+      {{4, 4}, {3, 20}, {2, 12}, {1, 28}},  // odd numbers of units
+      {{3, 12}, {2, 4}, {1, 4}},            // fields that begin anywhere
+      {{8, 8}, {4, 16}, {3, 24}, {2, 8}, {1, 16}},  // with padding
   };
   for (const auto& split_k : splits) {
     for (const auto& split_v : splits) {
       for (uint32_t rows : {1u, 2u, 9u}) {
         ProblemParams p = TokenParams();
-        p.token_k = split_k;
-        p.token_v = split_v;
+        p.token_k = Segments(split_k, kKeyUnit);
+        p.token_v = Segments(split_v, kValueUnit);
         p.token_zero = rows == 2;
+        p.token_byte_scale = rows == 9;
         p.n_rows = rows;
         p.n_windows = 9;
         p.mask = rows == 2 ? Mask::kHoles : Mask::kCausal;
@@ -147,7 +160,7 @@ TEST_P(TokenCodeTest, MeansAreAddedAtEveryPosition) {
           p.token_mean = true;
           p.token_zero = rows == 2;
           p.window = window;
-          p.token_k = {{4, 2}, {2, 1}, {1, 1}};
+          p.token_k = Segments({{4, 16}, {2, 16}, {1, 32}}, kKeyUnit);
           p.first_pos = first_pos;
           p.n_rows = rows;
           p.n_windows = 120 / window;
@@ -181,8 +194,8 @@ TEST_P(TokenCodeTest, ZeroAndHugeQueriesGiveNumbers) {
 
 TEST_P(TokenCodeTest, InstructionSetsAgreeWithTheScalarKernel) {
   ProblemParams p = TokenParams();
-  p.token_k = {{4, 2}, {2, 1}, {1, 1}};
-  p.token_v = {{4, 2}, {3, 1}, {2, 1}};
+  p.token_k = Segments({{4, 16}, {2, 16}, {1, 32}}, kKeyUnit);
+  p.token_v = Segments({{4, 16}, {3, 32}, {2, 16}}, kValueUnit);
   p.token_zero = false;
   p.n_windows = 100;
   Problem problem(p);

@@ -46,58 +46,78 @@ void Rotate(const RopeTable& rope, int64_t pos, double* key) {
   }
 }
 
-/// Code of a token's place: keys [word][8 tokens], or values [row][8 lanes], of 8 tokens.
-uint32_t TokenCodeAt(const uint8_t* words, uint32_t bits, uint32_t unit, uint32_t place,
-                     uint32_t token, bool is_k) {
-  const auto word = [&](uint32_t row, uint32_t lane) {
-    uint32_t x;
-    std::memcpy(&x, words + (size_t{unit} * WordsOfUnit(bits) + row) * 32 + lane * 4, 4);
-    return x;
-  };
-  const uint32_t i = place / 4, j = place % 4;     // keys: byte j of step i
-  const uint32_t g = place / 8, lane = place % 8;  // values
-  const uint32_t p = token / 2, odd = 16 * (token % 2);
-  if (is_k) {
-    if (bits == 8) return word(i, token) >> (8 * j) & 255u;
-    if (bits != 3) return word(0, token) >> (8 * j + bits * i) & ((1u << bits) - 1);
-    return (word(i / 4, token) >> (8 * j + 2 * (i % 4)) & 3u) | (word(2, token) >> (8 * j + i) & 1u)
-                                                                    << 2;
+/// Where the fields of each width begin: index 0 for 8 bits, then 4, 2, 1. In bits of a byte (keys)
+/// or of a half word (values).
+struct Fields {
+  uint32_t begin[4] = {};
+  Fields(const VectorCode& code, bool is_k) {
+    uint32_t bits[4] = {};
+    for (uint32_t s = 0; s < code.n_segments; ++s) {
+      const uint32_t b = code.segments[s].bits, n = code.segments[s].n_units * (is_k ? 1 : 4);
+      if (b == 8) bits[0] += 8 * n;
+      if (b == 4) bits[1] += 4 * n;
+      if (b == 2 || b == 3) bits[2] += 2 * n;
+      if (b == 1 || b == 3) bits[3] += n;
+    }
+    for (int i = 1; i < 4; ++i) begin[i] = begin[i - 1] + bits[i - 1];
   }
-  if (bits == 8) return word(p / 2, lane) >> (8 * (p % 2) + odd) & 255u;
-  if (bits != 3) return word(0, lane) >> (bits * (p + 4 * g) + odd) & ((1u << bits) - 1);
-  return (word(g / 2, lane) >> (2 * (p + 4 * (g % 2)) + odd) & 3u) |
-         (word(2, lane) >> (p + 4 * g + odd) & 1u) << 2;
+};
+
+/// Field of `width` bits that begins at `bit`, of one token's place within a unit.
+uint32_t ReadField(const uint8_t* words, uint32_t bit, uint32_t width, uint32_t place,
+                   uint32_t token, bool is_k) {
+  const uint32_t v = bit + width * (token / 2);  // values
+  const uint32_t row = is_k ? bit / 8 : v / 16, lane = is_k ? token : place;
+  const uint32_t shift = is_k ? 8 * place + bit % 8 : v % 16 + 16 * (token % 2);
+  uint32_t word;
+  std::memcpy(&word, words + size_t{row} * 32 + lane * 4, 4);
+  return word >> shift & ((1u << width) - 1);
 }
 
 /// Calls f(place, level) for all places of one token of a window in a token code.
 template <class F>
 void ForLevels(const VectorCode& code, const uint8_t* words, uint32_t token, bool is_k, F&& f) {
   words += size_t{token / 8} * code.n_words * 32;
+  const uint32_t unit = is_k ? kKeyUnit : kValueUnit, per_width = is_k ? 1 : 4;
+  Fields fields(code, is_k);
   uint32_t first = 0;
   for (uint32_t s = 0; s < code.n_segments; ++s) {
-    const uint32_t bits = code.segments[s].bits, n = PlacesOfUnit(bits);
-    for (uint32_t u = 0; u < code.segments[s].n_units; ++u, first += n) {
-      for (uint32_t j = 0; j < n; ++j) {
-        const uint32_t c = TokenCodeAt(words, bits, u, j, token % 8, is_k);
+    const uint32_t bits = code.segments[s].bits;
+    const auto read = [&](int field, uint32_t width, uint32_t place) {
+      return ReadField(words, fields.begin[field], width, place, token % 8, is_k);
+    };
+    for (uint32_t u = 0; u < code.segments[s].n_units; ++u, first += unit) {
+      for (uint32_t j = 0; j < unit; ++j) {
+        uint32_t c = 0;
+        if (bits == 8) c = read(0, 8, j);
+        if (bits == 4) c = read(1, 4, j);
+        if (bits == 2 || bits == 3) c = read(2, 2, j);
+        if (bits == 1 || bits == 3) c |= read(3, 1, j) << (bits == 3 ? 2 : 0);
         f(first + j, static_cast<double>(bits == 8 ? c : code.levels[s][c]) - code.center);
       }
+      if (bits == 8) fields.begin[0] += 8 * per_width;
+      if (bits == 4) fields.begin[1] += 4 * per_width;
+      if (bits == 2 || bits == 3) fields.begin[2] += 2 * per_width;
+      if (bits == 1 || bits == 3) fields.begin[3] += per_width;
     }
-    words += size_t{code.segments[s].n_units} * WordsOfUnit(bits) * 32;
   }
 }
 
 /// Scale and zero of a token.
-std::pair<double, double> TokenGrid(const VectorCode& code, const uint8_t* words, uint32_t window,
+std::pair<double, double> GridOf(const VectorCode& code, const uint8_t* words, uint32_t window,
                                     uint32_t token) {
   const uint8_t* grid = words + size_t{window} * code.n_words * 4;
-  return {ReadElem(grid, token, Elem::kF16),
-          code.has_zero ? ReadElem(grid, window + token, Elem::kF16) : 0.0};
+  const double zero = code.grid == TokenGrid::kScaleZero
+                          ? double{ReadElem(grid, window + token, Elem::kF16)}
+                          : 0.0;
+  if (code.grid != TokenGrid::kScaleByte) return {ReadElem(grid, token, Elem::kF16), zero};
+  return {F16ToF32(static_cast<uint16_t>(grid[token] << 6)), zero};
 }
 
 void DecodeToken(const VectorCode& code, const uint8_t* words, uint32_t window, uint32_t dim,
                  uint32_t token, bool is_k, double* x) {
   std::fill_n(x, dim, 0.0);
-  const auto [scale, zero] = TokenGrid(code, words, window, token);
+  const auto [scale, zero] = GridOf(code, words, window, token);
   ForLevels(code, words, token, is_k, [&, scale = scale, zero = zero](uint32_t j, double level) {
     if (code.step[j] != 0.0f) x[code.channel[j]] = code.step[j] * (scale * level + zero);
   });
@@ -124,7 +144,7 @@ double TokenLogit(const AttentionShape& s, const WindowRef& w, uint32_t kv_head,
     sum += scaled[j];
   }
   const float unit = largest / 127.0f;
-  const auto [scale, zero] = TokenGrid(code, words, s.window, token);
+  const auto [scale, zero] = GridOf(code, words, s.window, token);
   double dot = 0.0;
   ForLevels(code, words, token, true, [&](uint32_t j, double level) {
     dot += unit > 0.0f ? std::nearbyint(scaled[j] / unit) * level : 0.0;
@@ -154,12 +174,11 @@ Logits RowLogits(const AttentionGroup& g, uint32_t row, uint32_t head) {
   Logits r;
   r.values.assign(g.windows.size() * s.window, kMinusInf);
   std::vector<double> key(s.head_dim);
-  const bool integers = g.n_rows * s.n_gqa <= internal::kDecodeVectors;
   for (size_t i = 0; i < g.windows.size(); ++i) {
     for (uint32_t t = 0; t < s.window; ++t) {
       if (((g.visible[row * g.visible_stride + i] >> t) & 1u) == 0) continue;
       double dot = 0.0, magnitude = 0.0;
-      if (g.windows[i].format == WindowFormat::kToken && integers) {
+      if (g.windows[i].format == WindowFormat::kToken) {
         dot = TokenLogit(s, g.windows[i], head / s.n_gqa, t, q, magnitude);
       } else {
         ReferenceKey(s, g.windows[i], head / s.n_gqa, t, key.data());
@@ -228,7 +247,7 @@ void ReferenceValue(const AttentionShape& s, const WindowRef& w, uint32_t kv_hea
   }
   if (w.format == WindowFormat::kToken) {
     const TokenCode& code = s.token[kv_head];
-    block += TokenCodeBytes(s.window, code.k.n_words, code.k.has_zero);
+    block += TokenCodeBytes(s.window, code.k.n_words, code.k.grid);
     DecodeToken(code.v, block, s.window, dv, token, false, value);
     return;
   }
@@ -247,7 +266,7 @@ ReferenceResult AttendReference(const AttentionGroup& g) {
   const size_t n_windows = g.windows.size();
   ReferenceResult r;
   r.out.assign(size_t{g.n_rows} * n_heads * dv, 0.0);
-  r.mass.assign(size_t{s.n_kv_heads} * n_windows, 0.0);
+  r.mass.assign(size_t{g.mass_per_head ? n_heads : s.n_kv_heads} * n_windows, 0.0);
   r.sink.assign(size_t{g.n_rows} * n_heads, 0.0);
   r.magnitude.assign(size_t{g.n_rows} * n_heads, 0.0);
   std::vector<double> value(dv);
@@ -262,6 +281,7 @@ ReferenceResult AttendReference(const AttentionGroup& g) {
       double sum = s.sinks != nullptr ? std::exp(s.sinks[head] - max) : 0.0;
       for (double x : logits.values) sum += std::exp(x - max);
       if (s.sinks != nullptr) r.sink[index] = std::exp(s.sinks[head] - max) / sum;
+      std::vector<double> masses(n_windows, 0.0);
       for (size_t k = 0; k < logits.values.size(); ++k) {
         const double p = std::exp(logits.values[k] - max) / sum;
         if (p == 0.0) continue;
@@ -269,7 +289,13 @@ ReferenceResult AttendReference(const AttentionGroup& g) {
                        token = static_cast<uint32_t>(k % s.window);
         ReferenceValue(s, g.windows[window], head / s.n_gqa, token, value.data());
         for (uint32_t c = 0; c < dv; ++c) r.out[index * dv + c] += p * value[c];
-        if (row >= g.mass_first_row) r.mass[head / s.n_gqa * n_windows + window] += p;
+        masses[window] += p;
+      }
+      if (row < g.mass_first_row) continue;
+      double* mass = r.mass.data() + (g.mass_per_head ? head : head / s.n_gqa) * n_windows;
+      for (size_t w = 0; w < n_windows; ++w) {
+        mass[w] =
+            g.mass_kind == MassKind::kMax ? std::max(mass[w], masses[w]) : mass[w] + masses[w];
       }
     }
   }

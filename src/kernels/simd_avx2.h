@@ -125,11 +125,31 @@ struct SimdAvx2 {
     }
   };
 
+  template <int kBits>
+  static I CodePairs(const uint8_t* a, const uint8_t* b) {
+    if constexpr (kBits == 2) {
+      const uint32_t x = *reinterpret_cast<const u16_alias*>(a),
+                     y = *reinterpret_cast<const u16_alias*>(b);
+      const __m256i codes =
+          _mm256_srlv_epi32(_mm256_set1_epi32(static_cast<int>(x | y << 16)), KeyShift(2, 0));
+      return _mm256_and_si256(codes, _mm256_set1_epi32(0x00030003));
+    } else {
+      const __m256i mask = _mm256_set1_epi32(15), shift = KeyShift(4, 0);
+      const __m256i x = _mm256_and_si256(_mm256_srlv_epi32(Broadcast(a), shift), mask),
+                    y = _mm256_and_si256(_mm256_srlv_epi32(Broadcast(b), shift), mask);
+      return _mm256_or_si256(x, _mm256_slli_epi32(y, 16));
+    }
+  }
+
   static I LoadWords(const uint8_t* a, const uint8_t*) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a));
   }
   static V LoadBlocks(const float* a, const float*) { return Load(a); }
   static V LoadF16Blocks(const uint16_t* a, const uint16_t*) { return LoadF16(a); }
+  static V LoadScaleBytes(const uint8_t* a, const uint8_t*) {
+    const __m128i x = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(a)));
+    return _mm256_cvtph_ps(_mm_slli_epi16(x, 6));
+  }
   static I SetInt(int32_t x) { return _mm256_set1_epi32(x); }
   static I Fields(I words, uint32_t shift, uint32_t mask) {
     return _mm256_and_si256(_mm256_srlv_epi32(words, _mm256_set1_epi32(static_cast<int>(shift))),
@@ -138,6 +158,8 @@ struct SimdAvx2 {
   static I Join(I a, I b, uint32_t shift) {
     return _mm256_or_si256(a, _mm256_sllv_epi32(b, _mm256_set1_epi32(static_cast<int>(shift))));
   }
+  static I BlockCounts(uint32_t a, uint32_t) { return SetInt(static_cast<int32_t>(a)); }
+  static I ShiftRight(I words, I counts) { return _mm256_srlv_epi32(words, counts); }
   struct Levels {
     __m256i table;
     explicit Levels(const uint8_t* t)

@@ -150,23 +150,31 @@ struct SimdAvx512 {
     }
     /// 16 values whose codes begin at p. Reads 4 (2 bits) or 8 (4 bits) bytes.
     V Load(const uint8_t* p) const {
+      const __m512i x = ChannelWords<kBits>(p);
       if constexpr (kBits == 2) {
         const __m512i shift =
             _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-        const __m512i x =
-            _mm512_set1_epi32(static_cast<int>(*reinterpret_cast<const u32_alias*>(p)));
         return _mm512_permutevar_ps(levels, _mm512_srlv_epi32(x, shift));
       } else {
         const __m512i shift =
             _mm512_set_epi32(28, 24, 20, 16, 12, 8, 4, 0, 28, 24, 20, 16, 12, 8, 4, 0);
-        const __m512i lo =
-            _mm512_set1_epi32(static_cast<int>(*reinterpret_cast<const u32_alias*>(p)));
-        const __m512i x = _mm512_mask_set1_epi32(
-            lo, 0xFF00, static_cast<int>(*reinterpret_cast<const u32_alias*>(p + 4)));
         return _mm512_permutexvar_ps(_mm512_srlv_epi32(x, shift), levels);
       }
     }
   };
+
+  template <int kBits>
+  static I CodePairs(const uint8_t* a, const uint8_t* b) {
+    const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i shift = kBits == 2
+                              ? _mm512_slli_epi32(lane, 1)
+                              : _mm512_and_epi32(_mm512_slli_epi32(lane, 2), _mm512_set1_epi32(31));
+    const __m512i x = _mm512_srlv_epi32(ChannelWords<kBits>(a), shift);
+    const __m512i y =
+        _mm512_rorv_epi32(ChannelWords<kBits>(b), _mm512_xor_epi32(shift, _mm512_set1_epi32(16)));
+    const __m512i both = _mm512_ternarylogic_epi32(_mm512_set1_epi32(0xFFFF), x, y, 0xCA);
+    return _mm512_and_epi32(both, _mm512_set1_epi32(((1 << kBits) - 1) * 0x00010001));
+  }
 
   static I LoadWords(const uint8_t* a, const uint8_t* b) {
     return _mm512_inserti64x4(
@@ -181,6 +189,12 @@ struct SimdAvx512 {
         _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(a))),
         _mm_loadu_si128(reinterpret_cast<const __m128i*>(b)), 1));
   }
+  static V LoadScaleBytes(const uint8_t* a, const uint8_t* b) {
+    const __m128i x = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(a)),
+                  y = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(b));
+    const __m256i wide = _mm256_cvtepu8_epi16(_mm_unpacklo_epi64(x, y));
+    return _mm512_cvtph_ps(_mm256_slli_epi16(wide, 6));
+  }
   static I SetInt(int32_t x) { return _mm512_set1_epi32(x); }
   static I Fields(I words, uint32_t shift, uint32_t mask) {
     return _mm512_and_epi32(_mm512_srlv_epi32(words, _mm512_set1_epi32(static_cast<int>(shift))),
@@ -189,6 +203,10 @@ struct SimdAvx512 {
   static I Join(I a, I b, uint32_t shift) {
     return _mm512_or_epi32(a, _mm512_sllv_epi32(b, _mm512_set1_epi32(static_cast<int>(shift))));
   }
+  static I BlockCounts(uint32_t a, uint32_t b) {
+    return _mm512_mask_set1_epi32(SetInt(static_cast<int32_t>(a)), 0xFF00, static_cast<int>(b));
+  }
+  static I ShiftRight(I words, I counts) { return _mm512_srlv_epi32(words, counts); }
   struct Levels {
     __m512i table;
     explicit Levels(const uint8_t* t)
@@ -238,6 +256,14 @@ struct SimdAvx512 {
  private:
   using double_alias [[gnu::may_alias, gnu::aligned(4)]] = double;
   using i64_alias [[gnu::may_alias, gnu::aligned(1)]] = int64_t;
+  /// Per lane the word that holds its channel's code: 16 channels from p on.
+  template <int kBits>
+  static I ChannelWords(const uint8_t* p) {
+    const __m512i low = Broadcast(p);
+    if constexpr (kBits == 2) return low;
+    return _mm512_mask_set1_epi32(low, 0xFF00,
+                                  static_cast<int>(*reinterpret_cast<const u32_alias*>(p + 4)));
+  }
   static V HalfSums(V a, V b) {
     return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
   }

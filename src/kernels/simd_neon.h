@@ -106,18 +106,24 @@ struct SimdNeon {
     float scale, zero;
     ValueGrid(float s, float z) : scale(s), zero(z) {}
     V Load(const uint8_t* p) const {
-      uint32_t w = 0;
-      std::memcpy(&w, p, kBits);
-      const I words{vdupq_n_u32(w), vdupq_n_u32(w)};
-      return Fma(Codes<kBits>(words, KeyShift(kBits, 0)), Set1(scale), Set1(zero));
+      return Fma(ToFloat(ChannelCodes<kBits>(p)), Set1(scale), Set1(zero));
     }
   };
+  template <int kBits>
+  static I CodePairs(const uint8_t* a, const uint8_t* b) {
+    return Join(ChannelCodes<kBits>(a), ChannelCodes<kBits>(b), 16);
+  }
 
   static I LoadWords(const uint8_t* a, const uint8_t*) {
     return {vreinterpretq_u32_u8(vld1q_u8(a)), vreinterpretq_u32_u8(vld1q_u8(a + 16))};
   }
   static V LoadBlocks(const float* a, const float*) { return Load(a); }
   static V LoadF16Blocks(const uint16_t* a, const uint16_t*) { return LoadF16(a); }
+  static V LoadScaleBytes(const uint8_t* a, const uint8_t*) {
+    uint16_t x[8];
+    vst1q_u16(x, vshlq_n_u16(vmovl_u8(vld1_u8(a)), 6));
+    return LoadF16(x);
+  }
   static I SetInt(int32_t x) {
     const uint32x4_t u = vdupq_n_u32(static_cast<uint32_t>(x));
     return {u, u};
@@ -130,6 +136,11 @@ struct SimdNeon {
   static I Join(I a, I b, uint32_t shift) {
     const int32x4_t left = vdupq_n_s32(static_cast<int32_t>(shift));
     return {vorrq_u32(a.lo, vshlq_u32(b.lo, left)), vorrq_u32(a.hi, vshlq_u32(b.hi, left))};
+  }
+  static I BlockCounts(uint32_t a, uint32_t) { return SetInt(-static_cast<int32_t>(a)); }
+  static I ShiftRight(I words, I counts) {  // counts come negative
+    return {vshlq_u32(words.lo, vreinterpretq_s32_u32(counts.lo)),
+            vshlq_u32(words.hi, vreinterpretq_s32_u32(counts.hi))};
   }
   struct Levels {
     uint8x16_t table;
@@ -170,6 +181,18 @@ struct SimdNeon {
   }
 
  private:
+  template <int kBits>
+  static I ChannelCodes(const uint8_t* p) {
+    uint32_t w = 0;
+    std::memcpy(&w, p, kBits);
+    const I shift = KeyShift(kBits, 0);
+    return {ChannelCodes<kBits>(w, shift.lo), ChannelCodes<kBits>(w, shift.hi)};
+  }
+  template <int kBits>
+  static uint32x4_t ChannelCodes(uint32_t word, uint32x4_t shift) {
+    const uint32x4_t x = vshlq_u32(vdupq_n_u32(word), vnegq_s32(vreinterpretq_s32_u32(shift)));
+    return vandq_u32(x, vdupq_n_u32((1u << kBits) - 1));
+  }
   static uint32x4_t Dot8(uint32x4_t acc, uint32x4_t x, int8x16_t q) {
     const int8x16_t s = vreinterpretq_s8_u32(x);
     const int16x8_t low = vmull_s8(vget_low_s8(s), vget_low_s8(q)),

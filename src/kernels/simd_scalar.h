@@ -126,12 +126,16 @@ struct SimdScalar {
     ValueGrid(float s, float z) : scale(s), zero(z) {}
     /// kLanes values whose codes begin at p. May read up to 4 bytes more than their codes.
     V Load(const uint8_t* p) const {
-      uint32_t w = 0;
-      __builtin_memcpy(&w, p, kBits);
-      const I words{U4{w, w, w, w}, U4{w, w, w, w}};
-      return Fma(Codes<kBits>(words, KeyShift(kBits, 0)), Set1(scale), Set1(zero));
+      return Fma(ToFloat(ChannelCodes<kBits>(p)), Set1(scale), Set1(zero));
     }
   };
+
+  /// Codes of kLanes adjacent channels of two value rows, which begin at a and b, as the low and
+  /// the high 16 bits of each lane. May read what ValueGrid::Load may.
+  template <int kBits>
+  static I CodePairs(const uint8_t* a, const uint8_t* b) {
+    return Join(ChannelCodes<kBits>(a), ChannelCodes<kBits>(b), 16);
+  }
 
   // Token codes (token_code.h): 8 words side by side, with 16 lanes 8 words of each of two places.
   static I LoadWords(const uint8_t* a, const uint8_t*) {
@@ -141,6 +145,12 @@ struct SimdScalar {
   }
   static V LoadBlocks(const float* a, const float*) { return Load(a); }
   static V LoadF16Blocks(const uint16_t* a, const uint16_t*) { return LoadF16(a); }
+  /// Scales of one byte (token_code.h).
+  static V LoadScaleBytes(const uint8_t* a, const uint8_t*) {
+    uint16_t x[8];
+    for (int i = 0; i < 8; ++i) x[i] = static_cast<uint16_t>(a[i] << 6);
+    return LoadF16(x);
+  }
   static I SetInt(int32_t x) {
     const auto u = static_cast<uint32_t>(x);
     return {U4{u, u, u, u}, U4{u, u, u, u}};
@@ -152,6 +162,11 @@ struct SimdScalar {
   /// a | b << shift
   static I Join(I a, I b, uint32_t shift) {
     return {a.lo | (b.lo << shift), a.hi | (b.hi << shift)};
+  }
+  /// Per lane: a, and with 16 lanes b in the second 8.
+  static I BlockCounts(uint32_t a, uint32_t) { return SetInt(static_cast<int32_t>(a)); }
+  static I ShiftRight(I words, I counts) {
+    return {words.lo >> counts.lo, words.hi >> counts.hi};
   }
   /// Replaces every byte, below 16, by the table's entry.
   struct Levels {
@@ -196,6 +211,14 @@ struct SimdScalar {
   }
 
  private:
+  template <int kBits>
+  static I ChannelCodes(const uint8_t* p) {
+    uint32_t w = 0;
+    __builtin_memcpy(&w, p, kBits);
+    const I shift = KeyShift(kBits, 0);
+    constexpr uint32_t kMask = (1u << kBits) - 1;
+    return {(U4{w, w, w, w} >> shift.lo) & kMask, (U4{w, w, w, w} >> shift.hi) & kMask};
+  }
   static F4 Blend(I4 mask, F4 a, F4 b) { return (F4)(((I4)a & mask) | ((I4)b & ~mask)); }
   static F4 Magnitude(F4 a) { return (F4)((U4)a & 0x7FFFFFFFu); }
   static F4 Power(F4 n) { return (F4)((__builtin_convertvector(n, I4) + 127) << 23); }
