@@ -75,7 +75,7 @@ Result<std::vector<CacheChoice>> CacheListOptions::Build() const {
   const Result<Config> base = config_.Build(defaults);
   if (!base.ok()) return base.status();
   const bool only_caches = !caches_.empty() && policy_option_->count() == 0;
-  const std::string_view policies = only_caches ? "" : pack_all_ ? "pack" : policies_;
+  const std::string policies = only_caches ? "" : pack_all_ ? "pack" : policies_;
   return CacheChoices(policies, pack_all_ ? "100%" : budgets_, caches_, *base);
 }
 

@@ -5,7 +5,6 @@
 #include <string>
 #include <string_view>
 #include <vector>
-#include <vector>
 
 #include "cli/options.h"
 #include "qevict/config.h"

@@ -43,7 +43,8 @@ TEST(CacheChoicesTest, WholeConfigurations) {
 }
 
 TEST(CacheChoicesTest, ErrorsNameTheValue) {
-  EXPECT_NE(CacheChoices("magic", "20%", {}, {}).status().message().find("magic"), std::string::npos);
+  EXPECT_NE(CacheChoices("magic", "20%", {}, {}).status().message().find("magic"),
+            std::string::npos);
   EXPECT_NE(CacheChoices("qevict", "20%,", {}, {}).status().message().find("budget"),
             std::string::npos);
 }

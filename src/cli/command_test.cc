@@ -395,9 +395,10 @@ TEST_F(CommandTest, BenchAttentionChecksAndTimes) {
     for (const Json& row : j["results"]) {
       const std::string kernel = row["kernel"];
       const bool ours = kernel.starts_with("qevict");
-      // Token codes, also in `mixed`, are read with queries of 8 bits.
-      const bool exact = ours && kernel != "qevict token" && kernel != "qevict mixed";
-      EXPECT_LT(row["error"].get<double>(), exact ? 1e-5 : 0.05) << row;
+      // Packed values have weights of 16 bits; token codes, also in `mixed`, queries of 8.
+      const bool packed = kernel == "qevict packed2" || kernel == "qevict packed4";
+      const double limit = kernel == "qevict full" ? 1e-5 : packed ? 1e-3 : 0.05;
+      EXPECT_LT(row["error"].get<double>(), limit) << row;
       EXPECT_EQ(row["mass_error"].is_null(), !ours);
       EXPECT_GT(row["gbps"].get<double>(), 0.0);
       EXPECT_EQ(row["ratios"].size(), 2u);

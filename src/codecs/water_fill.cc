@@ -78,8 +78,7 @@ std::vector<uint32_t> SplitBits(std::span<const double> energy, uint32_t capacit
     for (size_t i = 0; i < energy.size(); ++i) {
       const uint32_t next = NextBits(bits[i]);
       if (bits[i] == 8 || next - bits[i] > capacity) continue;
-      const double gain =
-          energy[i] * (Distortion(bits[i]) - Distortion(next)) / (next - bits[i]);
+      const double gain = energy[i] * (Distortion(bits[i]) - Distortion(next)) / (next - bits[i]);
       if (gain > best_gain) best_gain = gain, best = i;
     }
     if (best == energy.size()) return bits;
@@ -199,8 +198,8 @@ struct Encoder {
 std::vector<float> SigmaOf(const VectorCode& code, uint32_t unit) {
   std::vector<float> sigma(code.n_places, 1.0f);
   ForPlaces(code, unit, [&](uint32_t s, uint32_t j) {
-    sigma[j] = code.step[j] * kCenter /
-               (kScaleUnit * static_cast<float>(Largest(code.segments[s].bits)));
+    sigma[j] =
+        code.step[j] * kCenter / (kScaleUnit * static_cast<float>(Largest(code.segments[s].bits)));
   });
   return sigma;
 }

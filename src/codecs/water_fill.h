@@ -7,7 +7,8 @@
 //   m[c]      mean of the keys before RoPE
 //   sigma[c]  RMS of the values; of keys of what is left, after RoPE: both channels of a pair
 //             share theirs
-//   b[c]      0, 1, 2, 3, 4 or 8 bits, alike for units of 4 (keys) or 8 (values) channels of similar
+//   b[c]      0, 1, 2, 3, 4 or 8 bits, alike for units of 4 (keys) or 8 (values) channels of
+//   similar
 //             energy, chosen so that the sum over channels of
 //               weight[c] * sigma[c]^2 * D(b[c])
 //             is least at the given number of words; weight: query energy E[q_c^2] for keys, 1 for

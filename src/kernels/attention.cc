@@ -157,7 +157,7 @@ Scratch LayoutScratch(const AttentionGroup& g, const GroupPlan& p, Carver& carve
   r.scores = carver.Take<float>(n * kTile);
   r.bits = carver.Take<uint64_t>(n);
   r.rows = carver.Take<uint32_t>(n);
-  r.coef = carver.Take<float>(2 * d_pad + 6 * internal::kCoefStride);
+  r.coef = carver.Take<float>(2 * (2 * d_pad + 6 * internal::kCoefStride));  // of two windows
   if (p.prompt) {
     r.k_tile = carver.Take<float>(d * kTile);
     r.v_tile = carver.Take<float>((size_t{s.head_dim_v} + 63) / 64 * 64 * kTile);
@@ -197,7 +197,7 @@ HeadArgs MakeHead(const AttentionGroup& g, uint32_t kv_head) {
     h.head_offset[i] = kv_head * s.head_bytes[i];
     h.head_bytes[i] = static_cast<uint32_t>(s.head_bytes[i]);
   }
-  h.scale = s.scale;
+  h.scale = s.scale * internal::kLog2E;
   h.softcap = s.softcap;
   h.rope = ViewRope(s.rope);
   h.token = s.token != nullptr ? s.token + kv_head : nullptr;

@@ -20,7 +20,7 @@ class Block {
        : format == WindowFormat::kToken ? has_tokens_
                                         : has_packed_) = true;
     }
-    if (has_tokens_) key_fetches_ = KeyFetches(h_.token->k);
+    SetFetchRates();
   }
 
   void Run() {
@@ -43,6 +43,9 @@ class Block {
     return h_.first_head + a_.vec_begin + m - s_.rows[m] * h_.n_gqa;
   }
   bool Counts(uint32_t m) const { return a_.state.mass != nullptr && Row(m) >= h_.mass_first_row; }
+  static bool IsPacked(WindowFormat format) {
+    return format == WindowFormat::kPacked2 || format == WindowFormat::kPacked4;
+  }
   const WindowRef& Window(uint32_t i) const { return h_.windows[a_.win_begin + i]; }
   /// Packed windows are scored from registers, else through a decoded tile.
   bool PackedInPlace() const {
@@ -138,7 +141,8 @@ class Block {
       SkipMasses(first, n_win, tile);
       return;
     }
-    const TokenTile tokens = ListTokenTile(first, n_win, seen);
+    TokenTile& tokens = token_tile_;
+    ListTokenTile(first, n_win, seen, tokens);
     const uint64_t plain = seen & ~TokenBits(first, n_win);
     if (!a_.prompt) {
       ScoreTile(first, n_win, seen);
@@ -177,16 +181,20 @@ class Block {
                    h_.head_dim);
   }
 
-  TokenTile ListTokenTile(uint32_t first, uint32_t n_win, uint64_t seen) const {
-    TokenTile tile;
+  /// The tile's windows in a token code that somebody sees.
+  void ListTokenTile(uint32_t first, uint32_t n_win, uint64_t seen, TokenTile& tile) const {
+    tile.n = 0;
     for (uint32_t i = 0; has_tokens_ && i < n_win; ++i) {
       const WindowRef& w = Window(first + i);
+      const uint32_t bits = WindowBits(seen, i);
       if (w.format != WindowFormat::kToken) continue;
-      const uint32_t ahead = first + i + h_.tile_windows;
-      tile.List(h_, w, i * h_.window, WindowBits(seen, i),
-                ahead < a_.n_win ? &Window(ahead) : nullptr, key_fetches_);
+      for (uint32_t part = 0; 8 * part < h_.window; ++part) {
+        if ((bits >> (8 * part) & 0xFFu) == 0) continue;
+        TokenBlock& block = tile.blocks[tile.n++];
+        LocateTokens(h_, w, part, i * h_.window, block);
+        block.ahead = Next(first + i, part, &FetchRate::token);
+      }
     }
-    return tile;
   }
 
   void SkipMasses(uint32_t first, uint32_t n_win, uint32_t tile) {
@@ -210,18 +218,7 @@ class Block {
         ScoreFull<BF16<S>>(first, n_win, seen);
       }
     }
-    if (!has_packed_) return;
-    for (uint32_t i = 0; i < n_win; ++i) {
-      const WindowRef& w = Window(first + i);
-      if (w.format == WindowFormat::kFull || w.format == WindowFormat::kToken ||
-          WindowBits(seen, i) == 0)
-        continue;
-      if (PackedInPlace()) {
-        ScorePackedWindow(w, i * h_.window, NextWindow(first + i));
-      } else {
-        ScoreDecodedWindow(w, i * h_.window, NextWindow(first + i));
-      }
-    }
+    if (has_packed_) ScorePackedWindows(first, n_win, seen);
   }
 
   template <class E>
@@ -243,54 +240,106 @@ class Block {
       const WindowRef& w = Window(first + i);
       if (w.format != WindowFormat::kFull || WindowBits(seen, i) == 0) continue;
       const uint16_t* keys = reinterpret_cast<const uint16_t*>(w.data + h_.head_offset[0]);
-      const uint32_t parts = h_.window / sub,
-                     iterations = h_.head_dim * sub / (kKeyStep * S::kLanes);
-      for (uint32_t part = 0; part < parts; ++part) {
+      for (uint32_t part = 0; part * sub < h_.window; ++part) {
         blocks[n++] = {keys + part * sub * h_.head_dim, i * h_.window + part * sub,
-                       Next(first + i, part, parts, iterations)};
+                       Values(w, part)};
       }
     }
     if (n != 0) ScoreBlocks<E>(blocks, n);
   }
 
-  /// Part of the window one tile after window i, fetched in so many iterations.
-  Ahead Next(uint32_t i, uint32_t part, uint32_t parts, uint32_t iterations) const {
-    if (i + h_.tile_windows >= a_.n_win || iterations == 0) return {Window(i).data, 0, 0};
-    const WindowRef& w = Window(i + h_.tile_windows);
-    const uint32_t half = h_.head_bytes[static_cast<int>(w.format)] / 2;
-    return {w.data + h_.head_offset[static_cast<int>(w.format)] + part * (half / parts), half,
-            (half / parts + iterations - 1) / iterations};
+  /// How the window one tile on is fetched, by its format: bytes per fetch while a sub-block or a
+  /// whole window of full keys, a packed window, or 8 tokens of a token code are read. Divisions
+  /// are too dear for every window.
+  struct FetchRate {
+    uint32_t half, part;  ///< half of the head's bytes; the share of a sub-block
+    uint32_t sub_block, full, packed, token;
+  };
+  void SetFetchRates() {
+    const auto per = [](uint32_t bytes, uint32_t n) {  // from the first byte to the last
+      const uint32_t step = n < 2 ? 0 : (bytes + n - 3) / (n - 1);
+      return step <= 64 ? step : (bytes + n - 1) / n;
+    };
+    const uint32_t sub = h_.window < 8 ? h_.window : 8, parts = h_.window / sub;
+    const uint32_t key_fetches = has_tokens_ ? KeyFetches(h_.token->k) : 0;
+    for (uint32_t i = 0; i < kWindowFormats; ++i) {
+      FetchRate& r = rates_[i];
+      r.half = h_.head_bytes[i] / 2;
+      r.part = r.half / parts;
+      r.sub_block = per(r.part, h_.head_dim * sub / (kKeyStep * S::kLanes));
+      r.full = per(r.half, h_.head_dim * h_.window / S::kLanes);
+      r.packed = per(h_.head_bytes[i], h_.rope.n_pairs * h_.window / (8 * S::kChannels));
+      r.token = per(r.part, key_fetches);
+    }
   }
 
-  /// The second half of the window one tile after window i; null if there is none.
-  const uint8_t* NextValues(uint32_t i) const {
-    if (i + h_.tile_windows >= a_.n_win) return nullptr;
+  /// Part of the window one tile after window i.
+  Ahead Next(uint32_t i, uint32_t part, uint32_t FetchRate::*rate) const {
+    if (i + h_.tile_windows >= a_.n_win) return {Window(i).data, 0, 0};
     const WindowRef& w = Window(i + h_.tile_windows);
-    const int format = static_cast<int>(w.format);
-    return w.data + h_.head_offset[format] + h_.head_bytes[format] / 2;
+    const FetchRate& r = rates_[static_cast<int>(w.format)];
+    return {w.data + h_.head_offset[static_cast<int>(w.format)] + part * r.part, r.half, r.*rate};
   }
-
-  /// The same at the rate at which window i itself is decoded.
+  /// The whole one, at the rate at which window i is decoded.
   Ahead NextWindow(uint32_t i) const {
     const bool full = Window(i).format == WindowFormat::kFull;
-    return Next(i, 0, 1,
-                full ? h_.head_dim * h_.window / S::kLanes
-                     : h_.rope.n_pairs * h_.window / (8 * S::kChannels));
+    return Next(i, 0, full ? &FetchRate::full : &FetchRate::packed);
+  }
+  /// Full windows: their values (second half) while their keys are scored; the first half of the
+  /// window one tile on, or null, while their values are added. So memory is asked all the time.
+  Ahead Values(const WindowRef& w, uint32_t part) const {
+    const FetchRate& r = rates_[static_cast<int>(WindowFormat::kFull)];
+    return {w.data + h_.head_offset[0] + r.half + part * r.part, 0, r.sub_block};
+  }
+  const uint8_t* NextKeys(uint32_t i) const {
+    return i + h_.tile_windows < a_.n_win ? Next(i, 0, &FetchRate::full).data : nullptr;
   }
 
-  void ScorePackedWindow(const WindowRef& w, uint32_t column, const Ahead& ahead) {
-    const bool rotate = Rotates(h_, w);
-    const uint32_t d = h_.head_dim;
-    ForPackedBlocks<S>(h_, w, rotate, s_.coef, ahead, [&](uint32_t, const PackedKeys& keys) {
-      ForBlocks(0, a_.n_vec, [&](uint32_t m, auto block) {
-        constexpr int kM = decltype(block)::value;
-        float* scores = s_.scores + m * kTile + column;
-        if (w.format == WindowFormat::kPacked2) {
-          ScorePacked<S, 2, kM>(keys, h_, rotate, s_.q_plain + m * d, s_.q_pairs + m * d, scores);
+  /// Windows of one format and rotation go in twos.
+  void ScorePackedWindows(uint32_t first, uint32_t n_win, uint64_t seen) {
+    PackedKeys keys[2];
+    WindowFormat format = WindowFormat::kFull;
+    bool rotate = false;
+    uint32_t n = 0, stride = 0;
+    for (uint32_t i = 0; i < n_win; ++i) {
+      const WindowRef& w = Window(first + i);
+      if (!IsPacked(w.format) || WindowBits(seen, i) == 0) continue;
+      if (!PackedInPlace()) {
+        ScoreDecodedWindow(w, i * h_.window, NextWindow(first + i));
+        continue;
+      }
+      const bool rotates = Rotates(h_, w);
+      const bool alike = w.format == format && rotates == rotate && w.pos_stride == stride;
+      if (n != 0 && !alike) {
+        ScorePackedKeys(keys, n, format, rotate);
+        n = 0;
+      }
+      format = w.format, rotate = rotates, stride = w.pos_stride;
+      keys[n] = LoadSubBlock<S>(h_, w, 0, rotate, s_.coef + n * PackedCoefs(h_.head_dim),
+                                NextWindow(first + i));
+      keys[n].column = i * h_.window;
+      if (++n < 2) continue;
+      ScorePackedKeys(keys, 2, format, rotate);
+      n = 0;
+    }
+    if (n != 0) ScorePackedKeys(keys, n, format, rotate);
+  }
+
+  void ScorePackedKeys(const PackedKeys* keys, uint32_t n, WindowFormat format, bool rotate) {
+    ForBlocks(0, a_.n_vec, [&](uint32_t m, auto block) {
+      constexpr int kM = decltype(block)::value, kN = PackedBatch<S, kM>();
+      const float *plain = s_.q_plain + m * h_.head_dim, *pairs = s_.q_pairs + m * h_.head_dim;
+      float* scores = s_.scores + m * kTile;
+      const auto score = [&](const PackedKeys* k, auto count) {
+        constexpr int kCount = decltype(count)::value;
+        if (format == WindowFormat::kPacked2) {
+          ScorePacked<S, 2, kM, kCount>(k, h_, rotate, plain, pairs, scores);
         } else {
-          ScorePacked<S, 4, kM>(keys, h_, rotate, s_.q_plain + m * d, s_.q_pairs + m * d, scores);
+          ScorePacked<S, 4, kM, kCount>(k, h_, rotate, plain, pairs, scores);
         }
-      });
+      };
+      if (n == kN) return score(keys, Int<kN>{});
+      for (uint32_t i = 0; i < n; ++i) score(keys + i, Int<1>{});
     });
   }
 
@@ -341,7 +390,7 @@ class Block {
         const WindowRef& w = Window(first + i);
         const uint32_t window_bits = WindowBits(bits, i);
         if (w.format == format && window_bits != 0)
-          ListTokens<S>(h_, w, NextValues(first + i), i * h_.window, window_bits, list);
+          ListTokens<S>(h_, w, NextKeys(first + i), i * h_.window, window_bits, list);
       }
       if (list.n != 0) f(format, list);
     }
@@ -414,7 +463,7 @@ class Block {
       const V now = S::Set1(a_.state.m[m]);
       float* factors = s_.tile_max + m * a_.tile_max_stride;
       for (uint32_t i = 0; i * h_.tile_windows < a_.n_win; i += S::kLanes) {
-        S::Store(factors + i, Exp<S>(S::Sub(S::Load(factors + i), now)));
+        S::Store(factors + i, Exp2<S>(S::Sub(S::Load(factors + i), now)));
       }
       float* mass = a_.state.mass + m * a_.state.mass_stride;
       for (uint32_t i = 0, tile = 0; i < a_.n_win; i += h_.tile_windows, ++tile) {
@@ -430,7 +479,8 @@ class Block {
   const Scratch& s_;
   TokenPart<S> tokens_;
   bool has_full_ = false, has_packed_ = false, has_tokens_ = false;
-  uint32_t key_fetches_ = 1;  // while a token block is scored
+  FetchRate rates_[kWindowFormats];
+  TokenTile token_tile_;
 };
 
 template <class S>

@@ -25,6 +25,9 @@ inline constexpr uint32_t kPad = 16;
 /// two, for the L1's sets.
 inline constexpr uint32_t kCoefStride = 256 + kPad;
 
+/// Logits are kept in units of ln 2.
+inline constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.69314718055994531f;
+
 constexpr uint32_t PadLanes(uint32_t n) { return (n + kPad - 1) / kPad * kPad; }
 
 /// RopeTable without its class. Null `coarse`: keys are not rotated.
@@ -54,7 +57,8 @@ struct HeadArgs {
   Elem elem_k, elem_v;
   size_t head_offset[kWindowFormats];  ///< of this kv head's block from WindowRef::data, per format
   uint32_t head_bytes[kWindowFormats];
-  float scale, softcap;
+  float scale;  ///< log2 e included
+  float softcap;
   RopeView rope;
   const TokenCode* token;  ///< of this kv head, or null
   uint32_t n_gqa, first_head;

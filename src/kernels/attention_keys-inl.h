@@ -42,7 +42,7 @@ template <uint32_t kMost = kMaxBlock, class F>
 void ForBlocks(uint32_t begin, uint32_t end, F&& f) {
   for (uint32_t m = begin; m < end;) {
     const uint32_t left = end - m, blocks = (left + kMost - 1) / kMost,
-                   n = (left + blocks - 1) / blocks;
+                   n = blocks == 1 ? left : (left + blocks - 1) / blocks;
     WithBlock(n, [&](auto block) { f(m, block); });
     m += n;
   }

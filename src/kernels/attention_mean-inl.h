@@ -55,8 +55,8 @@ class MeanPart {
       const float* block = Block(p >> 6) + static_cast<size_t>(m) * kTile;
       uint32_t at = static_cast<uint32_t>(p) & 63u;
       if (t == 0 && at + 8 <= 64 && stride == 1) {  // nearly always
-        const auto sum = S::Add(S::LoadBlocks(scores, scores),
-                                S::LoadBlocks(block + at, block + at));
+        const auto sum =
+            S::Add(S::LoadBlocks(scores, scores), S::LoadBlocks(block + at, block + at));
         S::StoreBlocks(sum, scores, scores);
         return;
       }

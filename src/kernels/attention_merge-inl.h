@@ -35,12 +35,13 @@ void MergeBlock(const MergeArgs& a) {
   for (uint32_t i = 0; i < a.n_vec; ++i) {
     const uint32_t row = (a.vec_begin + i) / h.n_gqa,
                    head = h.first_head + (a.vec_begin + i) % h.n_gqa;
-    float max = h.sinks != nullptr ? h.sinks[head] : kMinusInf;
+    const float sink = h.sinks != nullptr ? h.sinks[head] * kLog2E : kMinusInf;
+    float max = sink;
     for (uint32_t p = 0; p < a.n_parts; ++p) max = a.parts[p].m[i] > max ? a.parts[p].m[i] : max;
-    float sum = h.sinks != nullptr && max != kMinusInf ? ExpScalar<S>(h.sinks[head] - max) : 0.0f;
+    float sum = h.sinks != nullptr && max != kMinusInf ? Exp2Scalar<S>(sink - max) : 0.0f;
     for (uint32_t p = 0; p < a.n_parts; ++p) {
       const float m = a.parts[p].m[i];
-      a.weights[p] = m == kMinusInf ? 0.0f : ExpScalar<S>(m - max);
+      a.weights[p] = m == kMinusInf ? 0.0f : Exp2Scalar<S>(m - max);
       sum += a.weights[p] * a.parts[p].l[i];
     }
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;

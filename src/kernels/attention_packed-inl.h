@@ -85,9 +85,10 @@ struct PackedKeys {
   uint32_t shift;        ///< of the sub-block's first token in the word
   const float* scale;    ///< [D] f32
   const float* zero;
-  const float* coef;  ///< RotationCoefficients, if rotated
-  const float* step;  ///< rotation by the tokens' offsets
-  Ahead ahead;        ///< fetched while rotated channels are decoded
+  const float* coef;    ///< RotationCoefficients, if rotated
+  const float* step;    ///< rotation by the tokens' offsets
+  Ahead ahead;          ///< fetched while rotated channels are decoded
+  uint32_t column = 0;  ///< of the tile, for scores
 };
 
 /// Decodes channels [begin, end) without rotation and calls use(channel, values of kChannels
@@ -116,7 +117,7 @@ inline void DecodeRotated(const PackedKeys& k, const RopeView& rope, Use&& use) 
   constexpr uint32_t stride = kCoefStride;
   for (uint32_t j = 0; j < rope.n_pairs;
        j += S::kChannels, p += S::kChannels * to_next, coef += S::kChannels) {
-    ahead.Fetch();
+    ahead.FetchFirst();
     const V a = S::template Codes<kBits>(S::KeyWords(p, p + to_next), shift);
     const V b =
         S::template Codes<kBits>(S::KeyWords(p + to_second, p + to_second + to_next), shift);
@@ -130,48 +131,91 @@ inline void DecodeRotated(const PackedKeys& k, const RopeView& rope, Use&& use) 
   }
 }
 
-/// Decodes a window of 8 packed keys and multiplies it with kM query vectors.
-/// q_plain: [channel / C][kM][C], q_pairs: [pair / C][kM][2][C] with C = S::kChannels, so that one
-/// pointer walks each.
-template <class S, int kBits, bool kHalves, int kM>
-void ScoreRotated(const PackedKeys& k, const RopeView& rope, const float* q_pairs,
-                  typename S::V (&acc)[kM]) {
+/// Windows of 8 packed keys that kM query vectors work on at once: they share the queries' loads.
+template <class S, int kM>
+constexpr int PackedBatch() {
+  return S::kRegisters >= 32 && kM <= 8 ? 2 : 1;
+}
+
+/// A rotated pair of channels of a window of 8 packed keys, decoded where its codes are.
+template <class S, int kBits, bool kHalves>
+struct RotatedWalk {
   using V = typename S::V;
-  constexpr uint32_t kC = S::kChannels, kRow = kBits;  // 8 codes of kBits are kBits bytes
-  const typename S::template PairCodes<kBits, kHalves> codes;
-  const uint8_t* p = k.codes + rope.offset * kRow;
-  const size_t to_second = rope.n_pairs * kRow;
-  const float *coef = k.coef, *step = k.step;
-  Ahead ahead = k.ahead;
-  for (uint32_t j = 0; j < rope.n_pairs; j += kC) {
+  const uint8_t* codes;
+  const float* coef;
+  Ahead ahead;
+
+  RotatedWalk() = default;
+  RotatedWalk(const PackedKeys& k, uint32_t offset)
+      : codes(k.codes + offset * kBits), coef(k.coef), ahead(k.ahead) {}
+
+  /// Both channels of the next S::kChannels pairs; c, s: rotation by the tokens' offsets.
+  void Next(const typename S::template PairCodes<kBits, kHalves>& decode, size_t to_second, V c,
+            V s, V& first, V& second) {
     V a, b;
-    codes.Load(p, to_second, a, b);
-    ahead.Fetch();
+    decode.Load(codes, to_second, a, b);
+    ahead.FetchFirst();
     V x = S::Fma(a, S::Channels(coef + kCoefStride), S::Channels(coef));
     V y = S::Fma(a, S::Channels(coef + 4 * kCoefStride), S::Channels(coef + 3 * kCoefStride));
     x = S::Fma(b, S::Channels(coef + 2 * kCoefStride), x);
     y = S::Fma(b, S::Channels(coef + 5 * kCoefStride), y);
+    first = S::Fnma(y, s, S::Mul(x, c));
+    second = S::Fma(y, c, S::Mul(x, s));
+    codes += S::kChannels * kBits * (kHalves ? 1 : 2);
+    coef += S::kChannels;
+  }
+};
+
+/// acc += products of kN windows of 8 packed keys, with the same offsets between their tokens, with
+/// kM query vectors.
+/// q_plain: [channel / C][kM][C], q_pairs: [pair / C][kM][2][C] with C = S::kChannels, so that one
+/// pointer walks each.
+template <class S, int kBits, bool kHalves, int kM, int kN>
+void ScoreRotated(const PackedKeys* keys, const RopeView& rope, const float* q_pairs,
+                  typename S::V (&out)[kN][kM]) {
+  using V = typename S::V;
+  V acc[kN][kM];  // a reference would be written back in every step
+  for (int n = 0; n < kN; ++n) {
+    for (int m = 0; m < kM; ++m) acc[n][m] = out[n][m];
+  }
+  constexpr uint32_t kC = S::kChannels;
+  const typename S::template PairCodes<kBits, kHalves> decode;
+  RotatedWalk<S, kBits, kHalves> walk[kN];
+  for (int n = 0; n < kN; ++n) walk[n] = {keys[n], rope.offset};
+  const size_t to_second = rope.n_pairs * kBits;
+  const float* step = keys[0].step;
+  for (uint32_t j = 0; j < rope.n_pairs; j += kC, q_pairs += 2 * kC * kM, step += 2 * S::kLanes) {
     const V c = S::Load(step), s = S::Load(step + S::kLanes);
-    const V first = S::Fnma(y, s, S::Mul(x, c)), second = S::Fma(y, c, S::Mul(x, s));
+    V first[kN], second[kN];
+#pragma GCC unroll 2
+    for (int n = 0; n < kN; ++n) walk[n].Next(decode, to_second, c, s, first[n], second[n]);
 #pragma GCC unroll 8
-    for (int m = 0; m < kM; ++m) acc[m] = S::Fma(first, S::Channels(q_pairs + 2 * kC * m), acc[m]);
+    for (int m = 0; m < kM; ++m) {
+      const V q = S::Channels(q_pairs + 2 * kC * m);
+#pragma GCC unroll 2
+      for (int n = 0; n < kN; ++n) acc[n][m] = S::Fma(first[n], q, acc[n][m]);
+    }
 #pragma GCC unroll 8
-    for (int m = 0; m < kM; ++m)
-      acc[m] = S::Fma(second, S::Channels(q_pairs + 2 * kC * m + kC), acc[m]);
-    p += kC * kRow * (kHalves ? 1 : 2);
-    coef += kC;
-    step += 2 * S::kLanes;
-    q_pairs += 2 * kC * kM;
+    for (int m = 0; m < kM; ++m) {
+      const V q = S::Channels(q_pairs + 2 * kC * m + kC);
+#pragma GCC unroll 2
+      for (int n = 0; n < kN; ++n) acc[n][m] = S::Fma(second[n], q, acc[n][m]);
+    }
+  }
+  for (int n = 0; n < kN; ++n) {
+    for (int m = 0; m < kM; ++m) out[n][m] = acc[n][m];
   }
 }
 
 /// Channels [begin, end), not rotated.
 template <class S, int kBits, int kM>
 void ScorePlain(const PackedKeys& k, uint32_t begin, uint32_t end, const float* q_plain,
-                typename S::V (&acc)[kM]) {
+                typename S::V (&out)[kM]) {
   using V = typename S::V;
   constexpr uint32_t kC = S::kChannels;
   const typename S::template PairCodes<kBits, true> codes;
+  V acc[kM];
+  for (int m = 0; m < kM; ++m) acc[m] = out[m];
   q_plain += begin * kM;
   for (uint32_t c = begin; c < end; c += kC, q_plain += kC * kM) {
     const V x = S::Fma(codes.LoadOne(k.codes + c * kBits), S::Channels(k.scale + c),
@@ -179,25 +223,34 @@ void ScorePlain(const PackedKeys& k, uint32_t begin, uint32_t end, const float* 
 #pragma GCC unroll 8
     for (int m = 0; m < kM; ++m) acc[m] = S::Fma(x, S::Channels(q_plain + kC * m), acc[m]);
   }
+  for (int m = 0; m < kM; ++m) out[m] = acc[m];
 }
 
-template <class S, int kBits, int kM>
-void ScorePacked(const PackedKeys& k, const HeadArgs& h, bool rotate, const float* q_plain,
+/// Scores of kM query vectors against kN windows of 8 packed keys, rotated alike, to
+/// scores [kM][kTile] from each window's column on.
+template <class S, int kBits, int kM, int kN>
+void ScorePacked(const PackedKeys* keys, const HeadArgs& h, bool rotate, const float* q_plain,
                  const float* q_pairs, float* scores) {
-  typename S::V acc[kM];
-  for (int m = 0; m < kM; ++m) acc[m] = S::Zero();
-  uint32_t begin = 0;
+  typename S::V acc[kN][kM];
+  for (auto& window : acc) {
+    for (int m = 0; m < kM; ++m) window[m] = S::Zero();
+  }
   if (rotate) {
     if (h.rope.halves) {
-      ScoreRotated<S, kBits, true, kM>(k, h.rope, q_pairs, acc);
+      ScoreRotated<S, kBits, true, kM, kN>(keys, h.rope, q_pairs, acc);
     } else {
-      ScoreRotated<S, kBits, false, kM>(k, h.rope, q_pairs, acc);
+      ScoreRotated<S, kBits, false, kM, kN>(keys, h.rope, q_pairs, acc);
     }
-    ScorePlain<S, kBits, kM>(k, 0, h.rope.offset, q_plain, acc);
-    begin = h.rope.offset + 2 * h.rope.n_pairs;
   }
-  ScorePlain<S, kBits, kM>(k, begin, h.head_dim, q_plain, acc);
-  for (int m = 0; m < kM; ++m) S::FoldBlocks(S::PairsToBlocks(acc[m]), scores + m * kTile);
+  const uint32_t before = rotate ? h.rope.offset : h.head_dim,
+                 behind = rotate ? h.rope.offset + 2 * h.rope.n_pairs : h.head_dim;
+  for (int n = 0; n < kN; ++n) {
+    if (before != 0) ScorePlain<S, kBits, kM>(keys[n], 0, before, q_plain, acc[n]);
+    if (behind != h.head_dim)
+      ScorePlain<S, kBits, kM>(keys[n], behind, h.head_dim, q_plain, acc[n]);
+    for (int m = 0; m < kM; ++m)
+      S::FoldBlocks(S::PairsToBlocks(acc[n][m]), scores + m * kTile + keys[n].column);
+  }
 }
 
 /// Decodes (and rotates) a sub-block of 8 packed keys into f32 columns: channel c, token t at dst[c
@@ -268,32 +321,36 @@ void DecodeKeysAnyShape(const HeadArgs& h, const WindowRef& w, float* coef, floa
   }
 }
 
-/// Packed window of at least 8 tokens: its sub-blocks through f(sub-block index, keys).
-template <class S, class F>
-void ForPackedBlocks(const HeadArgs& h, const WindowRef& w, bool rotate, float* coef,
-                     const Ahead& ahead, F&& f) {
+/// Floats that the grids and coefficients of a packed window take.
+static inline uint32_t PackedCoefs(uint32_t head_dim) {
+  return 2 * (PadLanes(head_dim) + 2 * kPad) + 6 * kCoefStride;
+}
+
+/// Sub-block s of a packed window of at least 8 tokens, whose grids are (s == 0: become) widened in
+/// coef.
+template <class S>
+PackedKeys LoadSubBlock(const HeadArgs& h, const WindowRef& w, uint32_t s, bool rotate, float* coef,
+                        const Ahead& ahead) {
   const PackedBlock b = LocatePacked(h, w);
   const uint32_t bits = w.format == WindowFormat::kPacked2 ? 2 : 4, d = h.head_dim,
-                 d_pad = PadLanes(d) + 2 * kPad;
+                 d_pad = PadLanes(d) + 2 * kPad, bit = 8 * s * bits;
   float *scale = coef, *zero = coef + d_pad, *rotation = coef + 2 * d_pad;
-  WidenF16<S>(b.k_scale, d, scale);
-  WidenF16<S>(b.k_scale + d, d, zero);
-  for (uint32_t s = 0; s < h.window / 8; ++s) {
-    if (rotate) {
-      const int32_t pos = w.pos0 + static_cast<int32_t>(8 * s * w.pos_stride);
-      RotationCoefficients<S>(h.rope, pos, scale + h.rope.offset, zero + h.rope.offset, rotation);
-    }
-    const uint32_t bit = 8 * s * bits;
-    f(s, PackedKeys{b.k_codes + bit / 32 * 4,
-                    b.k_row,
-                    bit % 32,
-                    scale,
-                    zero,
-                    rotation,
-                    w.pos_stride != 0 ? h.rope.step : h.rope.step_zero,
-                    {ahead.data + s * ahead.step * (h.rope.n_pairs / S::kChannels), ahead.half,
-                     ahead.step}});
+  if (s == 0) {
+    WidenF16<S>(b.k_scale, d, scale);
+    WidenF16<S>(b.k_scale + d, d, zero);
   }
+  if (rotate) {
+    const int32_t pos = w.pos0 + static_cast<int32_t>(8 * s * w.pos_stride);
+    RotationCoefficients<S>(h.rope, pos, scale + h.rope.offset, zero + h.rope.offset, rotation);
+  }
+  return {b.k_codes + bit / 32 * 4,
+          b.k_row,
+          bit % 32,
+          scale,
+          zero,
+          rotation,
+          w.pos_stride != 0 ? h.rope.step : h.rope.step_zero,
+          {ahead.data + s * ahead.step * (h.rope.n_pairs / S::kChannels), ahead.half, ahead.step}};
 }
 
 /// Packed window of any shape to f32: channel c, token t at dst[t / 8 * block_stride + c * stride +
@@ -304,13 +361,14 @@ void DecodePackedKeys(const HeadArgs& h, const WindowRef& w, const Ahead& ahead,
   const bool rotate = Rotates(h, w);
   if (!PackedInVectors<S>(h, rotate))
     return DecodeKeysAnyShape<S>(h, w, coef, dst, stride, block_stride);
-  ForPackedBlocks<S>(h, w, rotate, coef, ahead, [&](uint32_t s, const PackedKeys& keys) {
+  for (uint32_t s = 0; s < h.window / 8; ++s) {
+    const PackedKeys keys = LoadSubBlock<S>(h, w, s, rotate, coef, ahead);
     if (w.format == WindowFormat::kPacked2) {
       StorePacked<S, 2>(keys, h, rotate, dst + s * block_stride, stride);
     } else {
       StorePacked<S, 4>(keys, h, rotate, dst + s * block_stride, stride);
     }
-  });
+  }
 }
 
 }  // namespace qevict::kernels::internal

@@ -1,5 +1,6 @@
-// Online softmax of one query vector over one tile: logits -> exponentials, in place. Included by
-// attention_<isa>.cc.
+// Online softmax of one query vector over one tile: logits -> exponentials, in place. Logits are in
+// units of ln 2 (queries are scaled by log2 e), so that powers of 2 need no argument reduction.
+// Included by attention_<isa>.cc.
 #pragma once
 
 #include <cstdint>
@@ -30,10 +31,28 @@ typename S::V Exp(typename S::V x) {
   return S::IfLess(x, lowest, S::Zero(), S::TimesExp2(p, n));
 }
 
+/// 2^t for t <= 127; relative error below 2e-7, 0 where the result would be subnormal (or, where
+/// the ISA's scaling rounds to it, that subnormal), and for -inf; NaN stays.
 template <class S>
-float ExpScalar(float x) {
+typename S::V Exp2(typename S::V t) {
+  using V = typename S::V;
+  const V lowest = S::Set1(S::kScalesToZero ? -200.0f : -126.0f);
+  const V clamped = S::Max(lowest, t);
+  const V n = S::Round(clamped), r = S::Sub(clamped, n);
+  V p = S::Set1(1.326465918e-3f);  // minimax polynomial on |r| <= 1/2 with p(0) = 1, error 9.2e-8
+  p = S::Fma(p, r, S::Set1(9.671566164e-3f));
+  p = S::Fma(p, r, S::Set1(5.550734584e-2f));
+  p = S::Fma(p, r, S::Set1(2.402224118e-1f));
+  p = S::Fma(p, r, S::Set1(6.931469740e-1f));
+  p = S::Fma(p, r, S::Set1(1.0f));
+  const V y = S::TimesExp2(p, n);
+  return S::kScalesToZero ? y : S::IfLess(t, lowest, S::Zero(), y);
+}
+
+template <class S>
+float Exp2Scalar(float x) {
   alignas(64) float y[S::kLanes];
-  S::Store(y, Exp<S>(S::Set1(x)));
+  S::Store(y, Exp2<S>(S::Set1(x)));
   return y[0];
 }
 
@@ -62,10 +81,11 @@ struct LogitArgs {
 
 template <class S>
 typename S::V AdjustLogit(const LogitArgs& a, uint32_t i, typename S::V s) {
+  s = S::Mul(s, S::Set1(kLn2));
   if (a.softcap > 0.0f)
     s = S::Mul(S::Set1(a.softcap), Tanh<S>(S::Mul(s, S::Set1(1.0f / a.softcap))));
   if (a.bias != nullptr) s = S::Fma(S::Load(a.bias + i), S::Set1(a.slope), s);
-  return s;
+  return S::Mul(s, S::Set1(kLog2E));
 }
 
 /// scores [kTile]: logits in, exponentials relative to the new m out (0 where `bits` is clear).
@@ -92,7 +112,7 @@ float SoftmaxTile(float* scores, uint64_t bits, const LogitArgs& args, float& m,
   }
   V sum = S::Zero();
   for (uint32_t i = 0; i < kN; ++i) {
-    s[i] = Exp<S>(S::Sub(s[i], S::Set1(now)));
+    s[i] = Exp2<S>(S::Sub(s[i], S::Set1(now)));
     S::Store(scores + i * S::kLanes, s[i]);
     sum = S::Add(sum, s[i]);
   }
@@ -100,7 +120,7 @@ float SoftmaxTile(float* scores, uint64_t bits, const LogitArgs& args, float& m,
     l += S::Sum(sum);
     return 1.0f;
   }
-  const float factor = old == kMinusInf ? 0.0f : ExpScalar<S>(old - now);
+  const float factor = old == kMinusInf ? 0.0f : Exp2Scalar<S>(old - now);
   m = now;
   l = l * factor + S::Sum(sum);
   return factor;

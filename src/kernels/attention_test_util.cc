@@ -244,11 +244,10 @@ void Problem::MakeTokenCodes() {
   };
   for (uint32_t h = 0; h < p.n_kv_heads; ++h) {
     codes_.push_back(
-        {MakeVectorCode(p.head_dim,
-                        p.token_k.empty() ? uniform(p.head_dim, kKeyUnit) : p.token_k, true),
+        {MakeVectorCode(p.head_dim, p.token_k.empty() ? uniform(p.head_dim, kKeyUnit) : p.token_k,
+                        true),
          MakeVectorCode(p.head_dim_v,
-                        p.token_v.empty() ? uniform(p.head_dim_v, kValueUnit) : p.token_v,
-                        false)});
+                        p.token_v.empty() ? uniform(p.head_dim_v, kValueUnit) : p.token_v, false)});
   }
   shape_.token = codes_.data();
   shape_.head_bytes[3] = TokenHeadBytes(p.window, codes_[0]) + p.head_gap;
@@ -260,7 +259,7 @@ VectorCode Problem::MakeVectorCode(uint32_t dim, const std::vector<TokenSegment>
   VectorCode code;
   const uint32_t unit = is_k ? kKeyUnit : kValueUnit;
   uint32_t bits_of_units = 0;
-  code.grid = params_.token_zero        ? TokenGrid::kScaleZero
+  code.grid = params_.token_zero         ? TokenGrid::kScaleZero
               : params_.token_byte_scale ? TokenGrid::kScaleByte
                                          : TokenGrid::kScale;
   code.center = params_.token_zero ? 0 : 63;

@@ -30,15 +30,14 @@ static inline uint32_t ScaleBytes(const VectorCode& code) {
 static inline bool HasZero(const VectorCode& code) { return code.grid == TokenGrid::kScaleZero; }
 
 /// Tokens 8 * part ... of window w.
-static inline TokenBlock LocateTokens(const HeadArgs& h, const WindowRef& w, uint32_t part,
-                                      uint32_t column) {
+static inline void LocateTokens(const HeadArgs& h, const WindowRef& w, uint32_t part,
+                                uint32_t column, TokenBlock& b) {
   const TokenCode& code = *h.token;
   const uint32_t window = h.window;
   const auto zeros = [&](const VectorCode& c, const uint8_t* scales) {
     return reinterpret_cast<const uint16_t*>(scales + window * ScaleBytes(c)) + 8 * part;
   };
   const uint8_t* p = w.data + h.head_offset[static_cast<int>(WindowFormat::kToken)];
-  TokenBlock b;
   b.k_words = p + static_cast<size_t>(part) * code.k.n_words * 32;
   p += static_cast<size_t>(window) * code.k.n_words * 4;
   b.k_scale = p + 8 * part * ScaleBytes(code.k);
@@ -51,7 +50,6 @@ static inline TokenBlock LocateTokens(const HeadArgs& h, const WindowRef& w, uin
   b.column = column + 8 * part;
   b.pos_stride = w.pos_stride;
   b.pos = w.pos0 + static_cast<int32_t>(8 * part * w.pos_stride);
-  return b;
 }
 
 /// Scales of two blocks of 8 tokens (with 8 lanes of the first alone).
@@ -79,7 +77,8 @@ TokenQuery QuantizeQuery(const VectorCode& code, const float* q, int8_t* bytes) 
   for (uint32_t j = 0; j < n; ++j)
     scaled[j] = code.step[j] == 0.0f ? 0.0f : q[code.channel[j]] * code.step[j];
   for (uint32_t j = n; j < padded; ++j) scaled[j] = 0.0f;
-  V sum = S::Zero(), largest = S::Zero(), check = S::Zero();  // check: NaN if a number is not finite
+  V sum = S::Zero(), largest = S::Zero(),
+    check = S::Zero();  // check: NaN if a number is not finite
   for (uint32_t j = 0; j < padded; j += S::kLanes) {
     const V x = S::Load(scaled + j);
     sum = S::Add(sum, x);
@@ -181,11 +180,11 @@ static inline uint32_t KeyFetches(const VectorCode& code) {
   return n == 0 ? 1 : n;
 }
 
-/// Scores of kM queries against two blocks of 8 tokens (with 8 lanes the first alone). at: where the
-/// code's fields begin.
+/// Scores of kM queries against two blocks of 8 tokens (with 8 lanes the first alone). at: where
+/// the code's fields begin.
 template <class S, int kM>
-void ScoreTokens(const VectorCode& code, FieldCursors at, const TokenBlock& x, const TokenBlock& y, const int8_t* q,
-                 size_t q_stride, const TokenQuery* queries, float* scores) {
+void ScoreTokens(const VectorCode& code, FieldCursors at, const TokenBlock& x, const TokenBlock& y,
+                 const int8_t* q, size_t q_stride, const TokenQuery* queries, float* scores) {
   typename S::I acc[kM];
   for (int m = 0; m < kM; ++m) acc[m] = S::SetInt(queries[m].start);
   const KeyWordRows<S> words{x.k_words, y.k_words};

@@ -14,22 +14,6 @@ namespace qevict::kernels::internal {
 struct TokenTile {
   TokenBlock blocks[kTile / 8 + 1];
   uint32_t n = 0;
-
-  /// Lists the parts of a window that somebody sees; the window one tile on is fetched meanwhile.
-  void List(const HeadArgs& h, const WindowRef& w, uint32_t column, uint32_t seen,
-            const WindowRef* next, uint32_t n_fetches) {
-    const uint32_t parts = h.window / 8;
-    for (uint32_t part = 0; part < parts; ++part) {
-      if ((seen >> (8 * part) & 0xFFu) == 0) continue;
-      TokenBlock& b = blocks[n++];
-      b = LocateTokens(h, w, part, column);
-      b.ahead = {w.data, 0, 0};
-      if (next == nullptr) continue;
-      const uint32_t bytes = h.head_bytes[static_cast<int>(next->format)] / parts;
-      b.ahead = {next->data + h.head_offset[static_cast<int>(next->format)] + part * bytes,
-                 bytes / 2, (bytes / 2 + n_fetches - 1) / n_fetches};
-    }
-  }
 };
 
 template <class S>
@@ -55,8 +39,9 @@ class TokenPart {
       TokenBlock x = tile.blocks[i];  // the last one may be its own partner
       TokenBlock y = i + 1 < tile.n ? tile.blocks[i + 1] : x;
       ForBlocks(0, a_.n_vec, [&](uint32_t m, auto block) {
-        ScoreTokens<S, decltype(block)::value>(h_.token->k, k_fields_, x, y, s_.q_bytes + m * stride, stride,
-                                               queries_ + m, s_.scores + m * kTile);
+        ScoreTokens<S, decltype(block)::value>(h_.token->k, k_fields_, x, y,
+                                               s_.q_bytes + m * stride, stride, queries_ + m,
+                                               s_.scores + m * kTile);
         x.ahead.step = y.ahead.step = 0;  // has been fetched
       });
     }
@@ -121,7 +106,9 @@ class TokenPart {
     int32_t start[kM];
     for (uint32_t i = 0; i < kM; ++i) {
       const float* p = s_.scores + (m + i) * kTile;
-      units[i] = QuantizeWeights<S>(p, scale, s_.weights + (m + i) * kTile, start[i]);
+      start[i] = 0;
+      units[i] = QuantizeWeights<S>(p, scale, s_.weights + (m + i) * kTile,
+                                    code.center != 0 ? start + i : nullptr);
       start[i] *= -code.center;
       float* o = s_.token_o + static_cast<size_t>(m + i) * s_.token_stride;
       if (HasZero(code)) o[ZerosAt()] += DotTile<S>(p, zero);

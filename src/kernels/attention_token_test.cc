@@ -84,11 +84,11 @@ TEST_P(TokenCodeTest, MatchesReferenceForAllHeadDims) {
 
 TEST_P(TokenCodeTest, MatchesReferenceForUnequalBitsInAnyOrder) {
   const Split splits[] = {
-      {{4, 16}, {2, 16}, {1, 32}},          // all of 64 channels
-      {{8, 8}, {4, 8}, {3, 32}, {2, 16}},   // every kind but one
-      {{4, 24}, {2, 16}},                   // 24 channels without a place
-      {{4, 4}, {3, 20}, {2, 12}, {1, 28}},  // odd numbers of units
-      {{3, 12}, {2, 4}, {1, 4}},            // fields that begin anywhere
+      {{4, 16}, {2, 16}, {1, 32}},                  // all of 64 channels
+      {{8, 8}, {4, 8}, {3, 32}, {2, 16}},           // every kind but one
+      {{4, 24}, {2, 16}},                           // 24 channels without a place
+      {{4, 4}, {3, 20}, {2, 12}, {1, 28}},          // odd numbers of units
+      {{3, 12}, {2, 4}, {1, 4}},                    // fields that begin anywhere
       {{8, 8}, {4, 16}, {3, 24}, {2, 8}, {1, 16}},  // with padding
   };
   for (const auto& split_k : splits) {

@@ -165,8 +165,7 @@ void AddCodes(const TokenList& list, uint32_t dv, const float* p, float* o, size
   alignas(64) int16_t weights[kM * kTile];
   float units[kM], zeros[kM];
   for (int m = 0; m < kM; ++m) {
-    int32_t sum;
-    units[m] = QuantizeWeights<S>(p + m * kTile, list.scale, weights + m * kTile, sum);
+    units[m] = QuantizeWeights<S>(p + m * kTile, list.scale, weights + m * kTile, nullptr);
     zeros[m] = DotTile<S>(p + m * kTile, list.zero);
   }
   RowPair pairs[kTile];

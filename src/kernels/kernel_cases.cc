@@ -29,6 +29,7 @@ constexpr Case kCases[] = {
     {"decode_mixed_d128", kLarge, Formats::kMixed, 1, 1024},
     {"prompt_full_d64", kSmall, Formats::kFull, 64, 512},
     {"prompt_packed2_d64", kSmall, Formats::kPacked2, 64, 512},
+    {"prompt_token2_d64", kSmall, Formats::kToken, 64, 512},
 };
 
 int Main(int argc, char** argv) {

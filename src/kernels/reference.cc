@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numbers>
 
 #include "base/half.h"
 #include "kernels/attention_internal.h"
@@ -105,11 +106,10 @@ void ForLevels(const VectorCode& code, const uint8_t* words, uint32_t token, boo
 
 /// Scale and zero of a token.
 std::pair<double, double> GridOf(const VectorCode& code, const uint8_t* words, uint32_t window,
-                                    uint32_t token) {
+                                 uint32_t token) {
   const uint8_t* grid = words + size_t{window} * code.n_words * 4;
-  const double zero = code.grid == TokenGrid::kScaleZero
-                          ? double{ReadElem(grid, window + token, Elem::kF16)}
-                          : 0.0;
+  const double zero =
+      code.grid == TokenGrid::kScaleZero ? double{ReadElem(grid, window + token, Elem::kF16)} : 0.0;
   if (code.grid != TokenGrid::kScaleByte) return {ReadElem(grid, token, Elem::kF16), zero};
   return {F16ToF32(static_cast<uint16_t>(grid[token] << 6)), zero};
 }
@@ -139,7 +139,8 @@ double TokenLogit(const AttentionShape& s, const WindowRef& w, uint32_t kv_head,
   float largest = 0.0f;
   double sum = 0.0;
   for (uint32_t j = 0; j < code.n_places; ++j) {
-    if (code.step[j] != 0.0f) scaled[j] = q[code.channel[j]] * s.scale * code.step[j];
+    if (code.step[j] != 0.0f)
+      scaled[j] = q[code.channel[j]] * (s.scale * internal::kLog2E) * code.step[j];
     largest = std::max(largest, std::abs(scaled[j]));
     sum += scaled[j];
   }
@@ -160,7 +161,7 @@ double TokenLogit(const AttentionShape& s, const WindowRef& w, uint32_t kv_head,
       magnitude += 4.0 * std::abs(q[c] * mean[c] * s.scale);  // two rotations more
     }
   }
-  return unit * scale * dot + zero * sum + mean_score;
+  return (unit * scale * dot + zero * sum) * std::numbers::ln2 + mean_score;
 }
 
 struct Logits {

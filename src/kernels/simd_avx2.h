@@ -11,6 +11,7 @@ struct SimdAvx2 {
   static constexpr uint32_t kLanes = 8;
   static constexpr uint32_t kChannels = 1;
   static constexpr uint32_t kRegisters = 16;
+  static constexpr bool kScalesToZero = false;
   using V = __m256;
   using I = __m256i;
 

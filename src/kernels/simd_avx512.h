@@ -11,6 +11,7 @@ struct SimdAvx512 {
   static constexpr uint32_t kLanes = 16;
   static constexpr uint32_t kChannels = 2;
   static constexpr uint32_t kRegisters = 32;
+  static constexpr bool kScalesToZero = true;
   using V = __m512;
   using I = __m512i;
 

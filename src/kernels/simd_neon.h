@@ -13,6 +13,7 @@ struct SimdNeon {
   static constexpr uint32_t kLanes = 8;
   static constexpr uint32_t kChannels = 1;
   static constexpr uint32_t kRegisters = 16;
+  static constexpr bool kScalesToZero = false;
   struct V {
     float32x4_t lo, hi;
   };

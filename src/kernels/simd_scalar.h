@@ -10,7 +10,8 @@ struct SimdScalar {
   static constexpr uint32_t kLanes = 8;  ///< floats of a vector: 8 or 16
   static constexpr uint32_t kChannels =
       1;  ///< key channels of a vector when 8 tokens are in lanes: kLanes / 8
-  static constexpr uint32_t kRegisters = 16;  ///< vectors that can be kept in registers
+  static constexpr uint32_t kRegisters = 16;    ///< vectors that can be kept in registers
+  static constexpr bool kScalesToZero = false;  ///< TimesExp2 takes any n and rounds to 0
   using F4 [[gnu::vector_size(16)]] = float;
   using U4 [[gnu::vector_size(16)]] = uint32_t;
   using I4 [[gnu::vector_size(16)]] = int32_t;
@@ -165,9 +166,7 @@ struct SimdScalar {
   }
   /// Per lane: a, and with 16 lanes b in the second 8.
   static I BlockCounts(uint32_t a, uint32_t) { return SetInt(static_cast<int32_t>(a)); }
-  static I ShiftRight(I words, I counts) {
-    return {words.lo >> counts.lo, words.hi >> counts.hi};
-  }
+  static I ShiftRight(I words, I counts) { return {words.lo >> counts.lo, words.hi >> counts.hi}; }
   /// Replaces every byte, below 16, by the table's entry.
   struct Levels {
     const uint8_t* table;

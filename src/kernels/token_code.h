@@ -3,8 +3,8 @@
 //
 //   value[channel(j)] = step(j) * (scale[t] * (level(code j) - center) + zero[t])     for place j
 //
-// Places are the vector's channels in any order, in segments of 8, 4, 3, 2 or 1 bits each, most bits
-// first; a channel without a place has value 0. Steps, order and segments are the same for all
+// Places are the vector's channels in any order, in segments of 8, 4, 3, 2 or 1 bits each, most
+// bits first; a channel without a place has value 0. Steps, order and segments are the same for all
 // tokens of a kv head, scale (and zero) belong to a token.
 //
 // A segment has units of 4 places (keys) or 8 places (values). A unit's codes lie in a field of
@@ -12,9 +12,11 @@
 // width follow each other in the order of places: first all of width 8, then 4, 2, 1; none is split
 // between words. A field begins at bit u, which counts
 //
-//   keys     the bits of one byte of a token's words: place 4 i + j in byte j of word u / 8 from bit
+//   keys     the bits of one byte of a token's words: place 4 i + j in byte j of word u / 8 from
+//   bit
 //            u % 8 on; a field takes its width
-//   values   the bits of one half of the words of a lane, for 8 tokens and 8 lanes: lane l has place
+//   values   the bits of one half of the words of a lane, for 8 tokens and 8 lanes: lane l has
+//   place
 //            8 i + l, token t = 2 p + odd at v = u + width * p: word v / 16, bit v % 16 + 16 * odd;
 //            a field takes 4 times its width
 //
@@ -36,7 +38,7 @@
 namespace qevict::kernels {
 
 inline constexpr uint32_t kMaxSegments = 5;
-inline constexpr uint32_t kKeyUnit = 4, kValueUnit = 8;  ///< places
+inline constexpr uint32_t kKeyUnit = 4, kValueUnit = 8;   ///< places
 inline constexpr uint32_t kMaxPlaces = 512 + kValueUnit;  ///< 512 channels, the last unit padded
 
 /// What a token has beside its codes; the value is its size in bytes.

@@ -38,10 +38,10 @@ struct HeldReport {
 /// false then).
 HeldReport RunHeld(Twin& twin, const std::vector<Token>& batch, bool compare = true);
 
-/// Rounding of f32. Packed keys are the reference's by RopeCosSin, whose angles are fp32 steps as
-/// in the forward pass; the kernels rotate by exact angles, and at positions in the hundreds the
-/// two differ by some 1e-5.
-inline constexpr double kRms = 2e-5;
+/// Weights of packed values have 16 bits below the largest of a tile, and their codes' part and
+/// their zeros' part cancel in an average of random rows: some 1e-4. (Packed keys differ less: the
+/// reference's angles are fp32 steps as in the forward pass, those of the kernels are exact.)
+inline constexpr double kRms = 4e-4;
 /// Token codes are read with queries of 8 bits: logits of this size are off by some percent.
 inline constexpr double kTokenRms = 5e-2;
 
