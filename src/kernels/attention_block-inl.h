@@ -149,7 +149,7 @@ class Block {
     } else if (plain != 0) {
       ScoreDecodedTile(first, n_win, plain);
     }
-    if (tokens.n != 0) tokens_.Score(tokens);
+    if (tokens.n != 0) tokens_.Score(tokens, plain == 0);
     Softmax(first, n_win, tile);
     if (!a_.prompt) {
       AddRuns(first, n_win);

@@ -42,30 +42,55 @@ class MeanPart {
     tag_[0] = tag_[1] = -1;
   }
 
-  /// Adds the means' part to the scores of 8 tokens of query vector m; token t is at pos + t *
-  /// stride.
-  void Add(uint32_t m, int32_t pos, uint32_t stride, float* scores) {
-    for (uint32_t t = 0; t < 8;) {
-      const int32_t p = pos + static_cast<int32_t>(t * stride);
-      if (Pairs() == 0 || p < 0 || static_cast<uint32_t>(p) >> 6 >= h_.rope.n_blocks) {
-        // Positions below 0 are rare, those beyond the table belong to tokens that are not there.
-        scores[t++] += Pairs() == 0 || p >= 0 ? constant_[m] : One(m, p);
-        continue;
-      }
-      const float* block = Block(p >> 6) + static_cast<size_t>(m) * kTile;
-      uint32_t at = static_cast<uint32_t>(p) & 63u;
-      if (t == 0 && at + 8 <= 64 && stride == 1) {  // nearly always
-        const auto sum =
-            S::Add(S::LoadBlocks(scores, scores), S::LoadBlocks(block + at, block + at));
-        S::StoreBlocks(sum, scores, scores);
-        return;
-      }
-      for (; t < 8 && at < 64; ++t, at += stride) scores[t] += block[at];
+  /// True if AddTile may be asked for 64 tokens from pos on.
+  bool Tabled64(int32_t pos) const { return Tabled(pos) && Tabled(pos + 63); }
+
+  /// Adds the means' part to the scores of a tile of 64 tokens that follow each other from pos on.
+  void AddTile(int32_t pos) {
+    const RopeView& rope = h_.rope;
+    alignas(64) float cos[kCoefStride], sin[kCoefStride];
+    const float* coarse = rope.coarse + static_cast<size_t>(pos >> 6) * 2 * rope.stride;
+    const float* fine = rope.fine + static_cast<size_t>(pos & 63) * 2 * rope.stride;
+    for (uint32_t i = 0; i < rope.n_pairs; i += S::kLanes) {
+      const auto cc = S::Load(coarse + i), cs = S::Load(coarse + rope.stride + i);
+      const auto fc = S::Load(fine + i), fs = S::Load(fine + rope.stride + i);
+      S::Store(cos + i, S::Fnma(cs, fs, S::Mul(cc, fc)));
+      S::Store(sin + i, S::Fma(cs, fc, S::Mul(cc, fs)));
     }
+    Evaluate<true>(cos, sin, s_.scores);
+  }
+
+  /// Adds the means' part to the scores of 8 tokens of all query vectors, scores [n_vec][kTile]
+  /// from the tokens' column on; token t is at pos + t * stride.
+  void Add(int32_t pos, uint32_t stride, float* scores) {
+    const uint32_t at = static_cast<uint32_t>(pos) & 63u;
+    if (stride == 1 && at + 8 <= 64 && Tabled(pos)) {  // nearly always
+      const float* block = Block(pos >> 6) + at;
+      for (uint32_t m = 0; m < a_.n_vec; ++m, scores += kTile, block += kTile) {
+        const auto sum = S::Add(S::LoadBlocks(scores, scores), S::LoadBlocks(block, block));
+        S::StoreBlocks(sum, scores, scores);
+      }
+      return;
+    }
+    for (uint32_t t = 0; t < 8; ++t) AddToken(pos + static_cast<int32_t>(t * stride), scores + t);
   }
 
  private:
   uint32_t Pairs() const { return h_.rope.coarse == nullptr ? 0 : h_.rope.n_pairs; }
+
+  /// Positions below 0 are rare, those beyond the table belong to tokens that are not there.
+  bool Tabled(int32_t pos) const {
+    return Pairs() != 0 && pos >= 0 && static_cast<uint32_t>(pos) >> 6 < h_.rope.n_blocks;
+  }
+
+  void AddToken(int32_t pos, float* scores) {
+    const float* block = Tabled(pos) ? Block(pos >> 6) + (pos & 63) : nullptr;
+    for (uint32_t m = 0; m < a_.n_vec; ++m) {
+      scores[m * kTile] += block != nullptr           ? block[m * kTile]
+                           : Pairs() == 0 || pos >= 0 ? constant_[m]
+                                                      : One(m, pos);
+    }
+  }
 
   /// Scores of all query vectors at the 64 positions of a block: [n_vec][64].
   const float* Block(int32_t block) {
@@ -73,29 +98,37 @@ class MeanPart {
     float* scores = s_.mean_scores + static_cast<size_t>(slot) * a_.n_vec * kTile;
     if (tag_[slot] == block) return scores;
     tag_[slot] = block;
-    const uint32_t n_terms = 2 * h_.rope.n_fast + 4;
-    for (uint32_t m = 0; m < a_.n_vec; ++m) {
-      Terms(m, block, s_.mean_terms + static_cast<size_t>(m) * n_terms);
-    }
-    Gemm<S, false>(s_.mean_terms, n_terms, h_.rope.basis, kTile, scores, kTile, a_.n_vec, kTile,
-                   n_terms);
+    const float* coarse = h_.rope.coarse + static_cast<size_t>(block) * 2 * h_.rope.stride;
+    Evaluate<false>(coarse, coarse + h_.rope.stride, scores);
     return scores;
   }
 
-  void Terms(uint32_t m, int32_t block, float* terms) {
+  /// scores [n_vec][64] (+)= means' part at the 64 positions from the one with the phases cos, sin
+  /// [n_pairs].
+  template <bool kAdd>
+  void Evaluate(const float* cos, const float* sin, float* scores) {
+    const uint32_t n_terms = 2 * h_.rope.n_fast + 4;
+    for (uint32_t m = 0; m < a_.n_vec; ++m)
+      Terms(m, cos, sin, s_.mean_terms + static_cast<size_t>(m) * n_terms);
+    Gemm<S, kAdd>(s_.mean_terms, n_terms, h_.rope.basis, kTile, scores, kTile, a_.n_vec, kTile,
+                  n_terms);
+  }
+
+  void Terms(uint32_t m, const float* cos, const float* sin, float* terms) {
     using V = typename S::V;
     const RopeView& rope = h_.rope;
     const uint32_t padded = PadLanes(rope.n_pairs), stride = rope.stride;
     const float* first = s_.mean_q + static_cast<size_t>(m) * 2 * padded;
-    const float* coarse = rope.coarse + static_cast<size_t>(block) * 2 * stride;
-    alignas(64) float fast_cos[kCoefStride], fast_sin[kCoefStride];
+    alignas(64) float fast_sin[kCoefStride];
     V c0 = S::Zero(), c1 = S::Zero(), c2 = S::Zero(), c3 = S::Zero();
     for (uint32_t i = 0; i < rope.n_pairs; i += S::kLanes) {
       const V x = S::Load(first + i), y = S::Load(first + padded + i);
-      const V c = S::Load(coarse + i), s = S::Load(coarse + stride + i);
+      const V c = S::Load(cos + i), s = S::Load(sin + i);
       const V a = S::Fma(y, s, S::Mul(x, c)), b = S::Fnma(x, s, S::Mul(y, c));
-      S::Store(fast_cos + i, a);
-      S::Store(fast_sin + i, b);
+      if (i < rope.n_fast) {
+        S::Store(terms + i, a);  // the excess is overwritten by what follows
+        S::Store(fast_sin + i, b);
+      }
       if (i + S::kLanes <= rope.n_fast) continue;
       const V mc = S::Load(rope.middle + i), ms = S::Load(rope.middle + stride + i);
       const V w = S::Load(rope.middle + 2 * stride + i);  // 0 for fast pairs, as are mc and ms
@@ -106,15 +139,28 @@ class MeanPart {
       c2 = S::Fma(am, w2, c2);
       c3 = S::Fma(S::Mul(bm, w), w2, c3);
     }
-    for (uint32_t i = 0; i < rope.n_fast; ++i) {
-      terms[i] = fast_cos[i];
-      terms[rope.n_fast + i] = fast_sin[i];
-    }
+    for (uint32_t i = 0; i < rope.n_fast; i += S::kLanes)
+      S::Store(terms + rope.n_fast + i, S::Load(fast_sin + i));
     float* powers = terms + 2 * rope.n_fast;
-    powers[0] = S::Sum(c0) + constant_[m];
-    powers[1] = S::Sum(c1);
-    powers[2] = S::Sum(c2) * (-1.0f / 2.0f);
-    powers[3] = S::Sum(c3) * (-1.0f / 6.0f);
+    float sums[4];
+    FourSums(c0, c1, c2, c3, sums);
+    powers[0] = sums[0] + constant_[m];
+    powers[1] = sums[1];
+    powers[2] = sums[2] * (-1.0f / 2.0f);
+    powers[3] = sums[3] * (-1.0f / 6.0f);
+  }
+
+  static void FourSums(typename S::V a, typename S::V b, typename S::V c, typename S::V d,
+                       float* sums) {
+    alignas(64) float lanes[64] = {};
+    float eights[8];
+    S::Store(lanes, a);
+    S::Store(lanes + S::kLanes, b);
+    S::Store(lanes + 2 * S::kLanes, c);
+    S::Store(lanes + 3 * S::kLanes, d);
+    S::SegmentSums(lanes, eights);
+    for (uint32_t i = 0; i < 4; ++i)
+      sums[i] = S::kLanes == 8 ? eights[i] : eights[2 * i] + eights[2 * i + 1];
   }
 
   /// Any position, one pair after the other.

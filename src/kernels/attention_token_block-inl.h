@@ -33,7 +33,8 @@ class TokenPart {
     __builtin_memset(s_.token_o, 0, sizeof(float) * a_.n_vec * s_.token_stride);
   }
 
-  void Score(const TokenTile& tile) {
+  /// whole_tile: nobody sees any other token of the tile.
+  void Score(const TokenTile& tile, bool whole_tile) {
     const size_t stride = QueryStride();
     for (uint32_t i = 0; i < tile.n; i += S::kLanes / 8) {
       TokenBlock x = tile.blocks[i];  // the last one may be its own partner
@@ -46,11 +47,10 @@ class TokenPart {
       });
     }
     if (!mean_.active()) return;
+    if (whole_tile && Contiguous(tile)) return mean_.AddTile(tile.blocks[0].pos);
     for (uint32_t i = 0; i < tile.n; ++i) {
       const TokenBlock& x = tile.blocks[i];
-      for (uint32_t m = 0; m < a_.n_vec; ++m) {
-        mean_.Add(m, x.pos, x.pos_stride, s_.scores + m * kTile + x.column);
-      }
+      mean_.Add(x.pos, x.pos_stride, s_.scores + x.column);
     }
   }
 
@@ -95,6 +95,15 @@ class TokenPart {
   }
 
  private:
+  /// The tile's tokens follow each other, from its first column on.
+  bool Contiguous(const TokenTile& tile) const {
+    const int32_t first = tile.blocks[0].pos;
+    for (uint32_t i = 0; i < tile.n; ++i) {
+      const TokenBlock& x = tile.blocks[i];
+      if (x.pos_stride != 1 || x.pos - first != static_cast<int32_t>(x.column)) return false;
+    }
+    return mean_.Tabled64(first);
+  }
   size_t QueryStride() const { return PadLanes(h_.token->k.n_places); }
   /// Behind the places of a query vector's output: sum of probability * zero.
   uint32_t ZerosAt() const { return s_.token_stride - kPad; }
