@@ -38,14 +38,14 @@ mkdir -p "$out"
 # Scores are kept, but the budget never binds: everything stays full precision.
 scored=preset=qevict,budget=16GiB
 # Whatever is older than the recents at 2 bits, nothing evicted.
-packed=preset=pack,budget=100%,codec=wf,bits=2
+packed=preset=pack,budget=100%,bits=2
 
 # measure NAME ARGUMENTS...: one run of `qevict bench`, its JSON to a file.
 measure() {
   local name="$1"
   shift
   step "$name: qevict bench $*"
-  build/release/bin/qevict bench "$@" -o json >"$out/$name.json"
+  build/release/bin/qevict bench "$@" -o json | sed "s#$(dirname "$model")/##g" >"$out/$name.json"
 }
 
 for part in "${parts[@]}"; do
@@ -54,19 +54,20 @@ for part in "${parts[@]}"; do
       measure attention attention --tokens 16384 --tiers full,packed2,token -r 21
       measure attention-32k attention --shapes 32/8x128 --tokens 32768 --tiers full -r 11 ;;
     model)
-      measure model-16k model -m "$model" -p 512 -n 32 -d 16384 -r 5 --cache preset=full \
-        --cache "$scored" --cache "$scored,init_rows=0" --cache "$packed" \
-        --cache preset=qevict,budget=5%
+      measure model-16k model -m "$model" -p 512 -n 32 -d 16384 -r 5 \
+        --cache "$scored" --cache "$scored,init_rows=0" --cache "$packed,codec=wf" \
+        --cache "$packed,codec=token" --cache preset=qevict,budget=5%
       measure model-0 model -m "$model" -p 0 -n 64 -d 0 -r 11 --cache preset=full \
         --cache "$scored" ;;
     long)
-      measure model-32k model -m "$model" -p 0 -n 32 -d 4000,32000 -r 5 --cache "$packed" \
+      measure model-32k model -m "$model" -p 0 -n 32 -d 4000,32000 -r 5 \
+        --cache "$packed,codec=wf" --cache "$packed,codec=token" \
         --cache preset=qevict,budget=20MiB ;;
     prompt)
       measure prompt-8k model -m "$model" -p 8192 -n 0 -d 0 -r 5 --cache "$scored,init_rows=0" ;;
     avx2)
       QEVICT_SIMD=avx2 measure avx2-16k model -m "$model" -p 0 -n 32 -d 16384 -r 5 \
-        --cache "$packed" ;;
+        --cache "$packed,codec=wf" ;;
   esac
 done
 python3 bench/tables.py "$out" >"$out/README.md"

@@ -241,15 +241,21 @@ void KvCache::View(uint32_t il, SeqId seq, std::vector<kernels::WindowRef>& refs
   const Sequence* s = c.Seq(seq);
   if (!s || il >= c.layers.size()) return;
   const kernels::WindowFormat packed = codec(il).format();
-  for (const UnitRecord& u : s->layers[il].units) {
+  const ShapePools& p = c.PoolsOf(il);
+  const ArenaRegion &full_slots = *p.full.region, &packed_slots = *p.packed.region;
+  const std::vector<UnitRecord>& units = s->layers[il].units;
+  const size_t first = refs.size();
+  refs.resize(first + units.size());
+  ids.resize(first + units.size());
+  for (size_t i = 0; i < units.size(); ++i) {
+    const UnitRecord& u = units[i];
     const WindowRecord& w = c.windows[u.window];
-    kernels::WindowRef ref{};
-    ref.data = u.has_full() ? c.FullSlot(il, u) : c.PackedSlot(il, u);
+    kernels::WindowRef& ref = refs[first + i];
+    ref.data = u.has_full() ? full_slots.slot(u.full_slot) : packed_slots.slot(u.packed_slot());
     ref.pos0 = w.pos0;
     ref.format = u.has_full() ? kernels::WindowFormat::kFull : packed;
     ref.pos_stride = w.has(WindowRecord::kPositional) ? 1 : 0;
-    refs.push_back(ref);
-    ids.push_back(u.window);
+    ids[first + i] = u.window;
   }
 }
 

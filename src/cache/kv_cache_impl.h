@@ -232,6 +232,7 @@ class WindowPhases {
 };
 
 struct RestoreSession;
+struct WindowMasses;
 
 struct KvCache::Impl {
   Impl();
@@ -365,6 +366,7 @@ struct KvCache::Impl {
   bool NeedsBoundedRoute(uint32_t il, SeqId seq) const;
   void AddMass(uint32_t il, std::span<const WindowId> ids, const float* mass, size_t head_stride,
                uint32_t n_heads, uint32_t n_queries);
+  bool AddMassToAll(uint32_t il, std::span<const WindowId> ids, const WindowMasses& masses);
   uint64_t UnitBytes(uint32_t il, const UnitRecord& u) const;
   void CollectCandidates(uint32_t il, SeqPlan& plan);
   SeqPlan* LongestIdle(std::vector<SeqPlan>& plans, SeqId self) const;

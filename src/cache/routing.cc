@@ -53,11 +53,28 @@ void KvCache::Impl::KeepLastRows(Sequence& s, uint32_t n) {
   }
 }
 
+/// The usual case: the windows are those of one sequence, all of them. False if they are not.
+bool KvCache::Impl::AddMassToAll(uint32_t il, std::span<const WindowId> ids,
+                                 const WindowMasses& masses) {
+  if (ids.empty() || ids[0] >= windows.size() || !windows[ids[0]].in_use()) return false;
+  const SeqId seq = windows[ids[0]].seq;
+  std::vector<UnitRecord>& units = sequences[seq]->layers[il].units;
+  const auto same = [](const UnitRecord& u, WindowId id) { return u.window == id; };
+  if (!std::equal(units.begin(), units.end(), ids.begin(), ids.end(), same)) return false;
+  if (config.event_scores && !sequences[seq]->event_step) return true;
+  mass_scores.resize(ids.size());
+  for (size_t i = 0; i < ids.size(); ++i) mass_scores[i] = units[i].score;
+  UpdateScores(config, masses, mass_scores);
+  for (size_t i = 0; i < ids.size(); ++i) units[i].score = mass_scores[i];
+  return true;
+}
+
 void KvCache::Impl::AddMass(uint32_t il, std::span<const WindowId> ids, const float* mass,
                             size_t head_stride, uint32_t n_heads, uint32_t n_queries) {
   const uint32_t n_kv_heads = PoolsOf(il).shape.n_kv_heads;
   WindowMasses masses{mass, head_stride, n_kv_heads, std::max(1u, n_heads / n_kv_heads), n_queries};
   if (config.event_scores) masses.repeat = config.EffectiveInterval();
+  if (AddMassToAll(il, ids, masses)) return;
   mass_units.assign(ids.size(), nullptr);
   mass_scores.assign(ids.size(), 0.0f);
   size_t at = 0;

@@ -74,6 +74,36 @@ void TokenWriter::Put(uint8_t* words, uint32_t token, uint32_t place, uint32_t v
   });
 }
 
+void TokenWriter::PutAll(uint8_t* words, uint32_t token, const uint8_t* codes) const {
+  const uint32_t unit = is_k_ ? kKeyUnit : kValueUnit;
+  uint8_t* rows = words + size_t{token / 8} * code_.n_words * 32;
+  // A field of a unit: the codes' bits from low_bit on.
+  const auto put = [&](uint32_t& at, uint32_t width, uint32_t low_bit, const uint8_t* unit_codes) {
+    const uint32_t mask = (1u << width) - 1;
+    const Spot first = is_k_ ? KeySpot(at, 0, token) : ValueSpot(at, width, 0, token);
+    if (is_k_) {
+      uint32_t word = 0;
+      for (uint32_t i = 0; i < unit; ++i) word |= (unit_codes[i] >> low_bit & mask) << (8 * i);
+      PutBits(rows, first.row, first.lane, first.shift, word);
+    } else {
+      for (uint32_t i = 0; i < unit; ++i)
+        PutBits(rows, first.row, i, first.shift, unit_codes[i] >> low_bit & mask);
+    }
+    at += width;
+  };
+  kernels::FieldCursors at = first_;
+  for (uint32_t s = 0; s < code_.n_segments; ++s) {
+    const uint32_t bits = code_.segments[s].bits;
+    for (uint32_t u = 0; u < code_.segments[s].n_units; ++u, codes += unit) {
+      if (bits == 8) put(at.at8, 8, 0, codes);
+      if (bits == 4) put(at.at4, 4, 0, codes);
+      if (bits == 3 || bits == 2) put(at.at2, 2, 0, codes);
+      if (bits == 3) put(at.at1, 1, 2, codes);
+      if (bits == 1) put(at.at1, 1, 0, codes);
+    }
+  }
+}
+
 uint32_t TokenWriter::Get(const uint8_t* words, uint32_t token, uint32_t place) const {
   uint32_t value = 0;
   ForFields(token, place, [&](const Spot& at, uint32_t width, uint32_t low_bit) {

@@ -33,6 +33,8 @@ class TokenWriter {
   /// Sets the code at `place` of a token; words must be 0 before.
   void Put(uint8_t* words, uint32_t token, uint32_t place, uint32_t value) const;
   uint32_t Get(const uint8_t* words, uint32_t token, uint32_t place) const;
+  /// Put for all places: codes [n_places].
+  void PutAll(uint8_t* words, uint32_t token, const uint8_t* codes) const;
 
  private:
   /// Calls f(spot, width, lowest bit of the code) for each field that holds a part of the code.

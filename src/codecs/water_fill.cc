@@ -114,20 +114,6 @@ void AveragePairs(const RopeParams& rope, std::vector<double>& x) {
   }
 }
 
-/// Nearest level of a code of b bits to x, in units of the largest level / 63.
-uint32_t NearestCode(const VectorCode& code, uint32_t segment, float x) {
-  const float level = x + static_cast<float>(kCenter);
-  if (code.segments[segment].bits == 8) {
-    return static_cast<uint32_t>(std::lround(std::clamp(level, 0.0f, 126.0f)));
-  }
-  const uint8_t* levels = code.levels[segment];
-  uint32_t best = 0;
-  for (uint32_t i = 1; i < 1u << code.segments[segment].bits; ++i) {
-    best += level > 0.5f * static_cast<float>(levels[i - 1] + levels[i]) ? 1 : 0;
-  }
-  return best;
-}
-
 float LevelOf(const VectorCode& code, uint32_t segment, uint32_t value) {
   const uint32_t level = code.segments[segment].bits == 8 ? value : code.levels[segment][value];
   return static_cast<float>(static_cast<int>(level) - kCenter);
@@ -152,57 +138,104 @@ void ForPlaces(const VectorCode& code, uint32_t unit, F&& f) {
   }
 }
 
-struct Encoder {
-  const VectorCode& code;
-  const uint32_t unit;
-  const TokenWriter writer;
-  std::vector<uint8_t> codes;
-
-  Encoder(const VectorCode& c, bool is_k)
-      : code(c), unit(is_k ? kKeyUnit : kValueUnit), writer(c, is_k), codes(c.n_places) {}
-
-  /// Codes at one gain; returns the least squares scale.
-  float Quantize(const float* x, float gain) {
-    double xy = 0.0, yy = 0.0;
-    ForPlaces(code, unit, [&](uint32_t s, uint32_t j) {
-      const float value = Finite(x[code.channel[j]]);
-      codes[j] = static_cast<uint8_t>(NearestCode(code, s, value / (code.step[j] * gain)));
-      const double y = code.step[j] * LevelOf(code, s, codes[j]);
-      xy += value * y;
-      yy += y * y;
-    });
-    return yy > 0.0 ? static_cast<float>(xy / yy) : 0.0f;
+/// Codes of vectors of one kv head. Made once per window; loops are written for vectorisation.
+class Encoder {
+ public:
+  Encoder(const VectorCode& code, bool is_k) : code_(code), writer_(code, is_k), n_(code.n_places) {
+    const uint32_t unit = is_k ? kKeyUnit : kValueUnit;
+    uint32_t place = 0;
+    for (uint32_t s = 0; s < code_.n_segments; ++s) {
+      const uint32_t bits = code_.segments[s].bits, end = place + code_.segments[s].n_units * unit;
+      const double sigma = kCenter / (kScaleUnit * Largest(bits));
+      for (; place < end; ++place) {
+        const float step = code_.step[place];
+        inverse_[place] = step == 0.0f ? 0.0f : 1.0f / step;
+        inverse_sigma_[place] = step == 0.0f ? 0.0f : static_cast<float>(1.0 / (step * sigma));
+        n_real_ += step != 0.0f;
+      }
+      ends_[s] = end;
+    }
   }
 
   /// One token of x [dim].
-  void Encode(const float* x, const float* sigma, uint32_t token, uint8_t* words, uint8_t* scales) {
-    double sum = 0.0;
-    uint32_t n = 0;
-    ForPlaces(code, unit, [&](uint32_t, uint32_t j) {
-      const double y = Finite(x[code.channel[j]]) / sigma[j];
-      sum += y * y;
-      ++n;
-    });
-    float scale = n == 0 ? 0.0f : static_cast<float>(std::sqrt(sum / n)) / kScaleUnit;
-    for (int pass = 0; pass < 2 && scale > 0.0f && scale < kMaxF16; ++pass) {
-      scale = Quantize(x, scale);
+  void Encode(const float* x, uint32_t token, uint8_t* words, uint8_t* scales) {
+    float sums[kBlock] = {};
+    for (uint32_t j = 0; j < n_; ++j)
+      x_[j] = code_.step[j] == 0.0f ? 0.0f : Finite(x[code_.channel[j]]);
+    for (uint32_t j = 0; j < n_; ++j) {
+      const float y = x_[j] * inverse_sigma_[j];
+      sums[j % kBlock] += y * y;
     }
+    float scale = n_real_ == 0 ? 0.0f : std::sqrt(Total(sums) / static_cast<float>(n_real_));
+    scale /= kScaleUnit;
+    for (int pass = 0; pass < 2 && scale > 0.0f && scale < kMaxF16; ++pass) scale = Quantize(scale);
     scales[token] = ScaleByte(scale);
     if (scales[token] == 0) return;
-    Quantize(x, ScaleOf(scales[token]));
-    ForPlaces(code, unit, [&](uint32_t, uint32_t j) { writer.Put(words, token, j, codes[j]); });
+    Quantize(ScaleOf(scales[token]));
+    writer_.PutAll(words, token, codes_);
   }
-};
 
-/// Sigma of every place, from its step.
-std::vector<float> SigmaOf(const VectorCode& code, uint32_t unit) {
-  std::vector<float> sigma(code.n_places, 1.0f);
-  ForPlaces(code, unit, [&](uint32_t s, uint32_t j) {
-    sigma[j] =
-        code.step[j] * kCenter / (kScaleUnit * static_cast<float>(Largest(code.segments[s].bits)));
-  });
-  return sigma;
-}
+ private:
+  static constexpr uint32_t kBlock = 8;  // partial sums, so that a sum is a vector
+
+  static float Total(const float* sums) {
+    float total = 0.0f;
+    for (uint32_t i = 0; i < kBlock; ++i) total += sums[i];
+    return total;
+  }
+
+  /// Codes at one scale; returns the least squares scale.
+  float Quantize(float scale) {
+    const float inverse_scale = 1.0f / scale;
+    uint32_t place = 0;
+    for (uint32_t s = 0; s < code_.n_segments; place = ends_[s++])
+      QuantizeSegment(s, place, ends_[s], inverse_scale);
+    float xy[kBlock] = {}, yy[kBlock] = {};
+    for (uint32_t j = 0; j < n_; ++j) {
+      const float y = code_.step[j] * level_[j];
+      xy[j % kBlock] += x_[j] * y;
+      yy[j % kBlock] += y * y;
+    }
+    const float energy = Total(yy);
+    return energy > 0.0f ? Total(xy) / energy : 0.0f;
+  }
+
+  /// Codes and levels (- center) of the places of one segment: thresholds are half way between
+  /// levels.
+  void QuantizeSegment(uint32_t s, uint32_t begin, uint32_t end, float inverse_scale) {
+    const uint32_t bits = code_.segments[s].bits;
+    if (bits == 8) {
+      for (uint32_t j = begin; j < end; ++j) {
+        const float z = std::clamp(x_[j] * inverse_[j] * inverse_scale, -63.0f, 63.0f);
+        level_[j] = std::nearbyint(z);
+        codes_[j] = static_cast<uint8_t>(static_cast<int>(level_[j]) + kCenter);
+      }
+      return;
+    }
+    const uint8_t* levels = code_.levels[s];
+    for (uint32_t j = begin; j < end; ++j) {
+      codes_[j] = 0;
+      level_[j] = static_cast<float>(levels[0]) - kCenter;
+    }
+    for (uint32_t i = 1; i < 1u << bits; ++i) {
+      const float threshold = 0.5f * static_cast<float>(levels[i - 1] + levels[i]) - kCenter;
+      const auto step = static_cast<float>(levels[i] - levels[i - 1]);
+      for (uint32_t j = begin; j < end; ++j) {
+        const bool above = x_[j] * inverse_[j] * inverse_scale > threshold;
+        codes_[j] = static_cast<uint8_t>(codes_[j] + (above ? 1 : 0));
+        level_[j] += above ? step : 0.0f;
+      }
+    }
+  }
+
+  const VectorCode& code_;
+  const TokenWriter writer_;
+  const uint32_t n_;
+  uint32_t n_real_ = 0, ends_[kernels::kMaxSegments] = {};
+  uint8_t codes_[kernels::kMaxPlaces];
+  float x_[kernels::kMaxPlaces], level_[kernels::kMaxPlaces], inverse_[kernels::kMaxPlaces];
+  float inverse_sigma_[kernels::kMaxPlaces];
+};
 
 }  // namespace
 
@@ -322,10 +355,8 @@ void WaterFillCodec::Encode(uint32_t kv_head, uint32_t n, const float* k, const 
   const auto encode = [&](const VectorCode& code, bool is_k, const float* x, uint32_t dim,
                           uint8_t* words) {
     Encoder encoder(code, is_k);
-    const std::vector<float> sigma = SigmaOf(code, encoder.unit);
-    for (uint32_t t = 0; t < n; ++t, x += dim) {
-      encoder.Encode(x, sigma.data(), t, words, words + size_t{window_} * code.n_words * 4);
-    }
+    for (uint32_t t = 0; t < n; ++t, x += dim)
+      encoder.Encode(x, t, words, words + size_t{window_} * code.n_words * 4);
   };
   encode(codes_[kv_head].k, true, k, shape_.head_dim, block);
   encode(codes_[kv_head].v, false, v, shape_.head_dim_v, block + bytes().keys);

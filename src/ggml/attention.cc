@@ -40,10 +40,18 @@ const float* Row(const ggml_tensor* t, uint32_t stream, uint32_t row, int row_di
 // Views of all sequences the rows see; columns of the step's bit matrix that the layer still holds
 // are picked out.
 CacheGroup::GroupView CacheGroup::CollectGroup(uint32_t cache_layer, const RowGroup& group) {
-  GroupView view{refs_scratch_.size(), 0, bits_scratch_.size(), bias_scratch_.size(),
-                 mass_scratch_.size()};
+  GroupView view{refs_scratch_.size(), 0,    bits_scratch_.size(), bias_scratch_.size(),
+                 mass_scratch_.size(), false};
   for (const SeqId seq : group.visible) cache_->View(cache_layer, seq, refs_scratch_, ids_scratch_);
   view.n_refs = refs_scratch_.size() - view.first_ref;
+  view.all = view.n_refs == group.windows.size();
+  if (!view.all) PickColumns(group, view);
+  if (WantsMass())
+    mass_scratch_.resize(view.first_mass + view.n_refs * cache_->layer(cache_layer).n_kv_heads);
+  return view;
+}
+
+void CacheGroup::PickColumns(const RowGroup& group, const GroupView& view) {
   const size_t n_all = group.windows.size(), window = config_.window;
   const bool bias = !group.bias.empty();
   std::vector<uint32_t>& columns = columns_scratch_;
@@ -63,9 +71,6 @@ CacheGroup::GroupView CacheGroup::CollectGroup(uint32_t cache_layer, const RowGr
                   group.bias.data() + (r * n_all + columns[i]) * window, window * sizeof(float));
     }
   }
-  if (WantsMass())
-    mass_scratch_.resize(view.first_mass + view.n_refs * cache_->layer(cache_layer).n_kv_heads);
-  return view;
 }
 
 Status CacheGroup::CheckAttention(const ggml_tensor* op) const {
@@ -128,10 +133,10 @@ kernels::AttentionGroup CacheGroup::ToKernel(const ggml_tensor* op,
   a.out = const_cast<float*>(Row(op, group.stream_index, group.first_row, 2)) +
           first_head * a.out_head_stride;
   a.windows = {refs_scratch_.data() + view.first_ref, view.n_refs};
-  a.visible = bits_scratch_.data() + view.first_bit;
+  a.visible = view.all ? group.bits.data() : bits_scratch_.data() + view.first_bit;
   a.visible_stride = view.n_refs;
   if (!group.bias.empty()) {
-    a.bias = bias_scratch_.data() + view.first_bias;
+    a.bias = view.all ? group.bias.data() : bias_scratch_.data() + view.first_bias;
     a.bias_stride = view.n_refs * config_.window;
   }
   if (WantsMass()) {

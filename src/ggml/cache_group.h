@@ -131,10 +131,12 @@ class CacheGroup {
   kernels::AttentionShape ShapeOf(const ggml_tensor* op, const LayerBinding& layer, uint32_t part);
   struct GroupView {  ///< a row group against one layer: offsets into the scratch vectors below
     size_t first_ref, n_refs, first_bit, first_bias, first_mass;
+    bool all;  ///< the layer holds all of the group's windows: its bits are the group's
   };
   GroupView CollectGroup(uint32_t cache_layer, const RowGroup& group);
   void CollectViews(const ggml_tensor* op, const LayerBinding& layer);
   void AddMasses(const LayerBinding& layer);
+  void PickColumns(const RowGroup& group, const GroupView& view);
   void NoteQueries(const ggml_tensor* op, const LayerBinding& layer, uint32_t part);
   kernels::AttentionGroup ToKernel(const ggml_tensor* op, const kernels::AttentionShape& shape,
                                    const RowGroup& group, const GroupView& view, uint32_t part);
