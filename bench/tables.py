@@ -8,6 +8,8 @@ import json
 import pathlib
 import sys
 
+FACTS = ["cpu", "cpus", "isa", "threads", "ggml_version", "model", "text", "repetitions",
+         "read_gbps"]
 ATTENTION = ["heads", "tokens", "kernel", "ms per layer", "ns per token and KV head", "GB/s",
              "of read bandwidth", "x ggml f16", "quartiles"]
 MODEL = ["test", "cache", "tokens/s", "x CPU", "interval", "TTFT, ms", "TPOT p50, ms", "upkeep",
@@ -55,8 +57,7 @@ def main():
     for path in files:
         document = json.loads(path.read_text())
         print(f"## {path.stem}\n")
-        facts = {k: v for k, v in document.items() if k != "results" and not isinstance(v, (list, dict))}
-        print(", ".join(f"{k} {v}" for k, v in facts.items()) + "\n")
+        print(", ".join(f"{k} {document[k]}" for k in FACTS if k in document) + "\n")
         attention = document["command"] == "bench attention"
         rows = attention_rows if attention else model_rows
         table(ATTENTION if attention else MODEL, rows(document["results"]))
