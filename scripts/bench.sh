@@ -22,17 +22,8 @@ while [ $# -gt 0 ]; do
 done
 [ ${#parts[@]} -gt 0 ] || parts=(attention model long prompt avx2)
 
-"$repo_dir/scripts/bootstrap.sh" demo
-llama_source="$("$repo_dir/scripts/fetch_llama.sh")"
-llama_build="$("$repo_dir/scripts/build_llama.sh")"
+build_release
 model="$("$repo_dir/scripts/models.py" qwen2.5-coder-0.5b)"
-
-step "building qevict"
-use_ccache "$repo_dir"
-cd "$repo_dir"
-cmake --preset release -DQEVICT_BUILD_PLUGIN=ON \
-  -DQEVICT_LLAMA_SOURCE="$llama_source" -DQEVICT_LLAMA_BUILD="$llama_build" >/dev/null
-cmake --build --preset release --parallel "$jobs" --target qevict ggml-qevict >&2
 mkdir -p "$out"
 
 # Scores are kept, but the budget never binds: everything stays full precision.

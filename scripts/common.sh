@@ -27,6 +27,21 @@ use_ccache() {
   fi
 }
 
+# Installs what is missing, fetches and builds llama.cpp, and builds the command and the plug-in in
+# build/release. Leaves the working folder at the repository.
+build_release() {
+  local llama_source llama_build
+  "$repo_dir/scripts/bootstrap.sh" demo
+  llama_source="$("$repo_dir/scripts/fetch_llama.sh")"
+  llama_build="$("$repo_dir/scripts/build_llama.sh")"
+  step "building qevict"
+  use_ccache "$repo_dir"
+  cd "$repo_dir"
+  cmake --preset release -DQEVICT_BUILD_PLUGIN=ON \
+    -DQEVICT_LLAMA_SOURCE="$llama_source" -DQEVICT_LLAMA_BUILD="$llama_build" >/dev/null
+  cmake --build --preset release --parallel "$jobs" --target qevict ggml-qevict >&2
+}
+
 # Creates the virtual environment $1 of the cache with the exact requirements that follow; prints its python.
 python_env() {
   local dir="$cache_dir/venv-$1" wanted

@@ -41,74 +41,61 @@ Spot ValueSpot(uint32_t at, uint32_t width, uint32_t place, uint32_t token) {
 
 uint32_t UnitsOf(uint32_t dim, uint32_t unit) { return (dim + unit - 1) / unit; }
 
+/// Calls f(cursor, width, lowest bit of the code) for each field that holds a part of codes of so
+/// many bits.
+template <class F>
+void ForWidths(uint32_t bits, kernels::FieldCursors& at, F&& f) {
+  if (bits == 8) f(at.at8, 8, 0);
+  if (bits == 4) f(at.at4, 4, 0);
+  if (bits == 3 || bits == 2) f(at.at2, 2, 0);
+  if (bits == 3) f(at.at1, 1, 2);
+  if (bits == 1) f(at.at1, 1, 0);
+}
+
 }  // namespace
 
-template <class F>
-void TokenWriter::ForFields(uint32_t token, uint32_t place, F&& f) const {
-  const uint32_t unit = is_k_ ? kKeyUnit : kValueUnit;
-  kernels::FieldCursors next = first_;
-  for (uint32_t s = 0; s < code_.n_segments; ++s) {
-    const uint32_t bits = code_.segments[s].bits, n = code_.segments[s].n_units;
-    const bool here = place < n * unit;
-    const uint32_t skipped = here ? place / unit : n;
-    const auto field = [&](uint32_t& at, uint32_t width, uint32_t low_bit) {
-      at += width * skipped;
-      if (!here) return;
-      Spot spot = is_k_ ? KeySpot(at, place, token) : ValueSpot(at, width, place, token);
-      spot.row += token / 8 * code_.n_words;
-      f(spot, width, low_bit);
-    };
-    if (bits == 8) field(next.at8, 8, 0);
-    if (bits == 4) field(next.at4, 4, 0);
-    if (bits == 3 || bits == 2) field(next.at2, 2, 0);
-    if (bits == 3) field(next.at1, 1, 2);
-    if (bits == 1) field(next.at1, 1, 0);
-    if (here) return;
-    place -= n * unit;
-  }
-}
-
-void TokenWriter::Put(uint8_t* words, uint32_t token, uint32_t place, uint32_t value) const {
-  ForFields(token, place, [&](const Spot& at, uint32_t width, uint32_t low_bit) {
-    PutBits(words, at.row, at.lane, at.shift, value >> low_bit & ((1u << width) - 1));
-  });
-}
-
-void TokenWriter::PutAll(uint8_t* words, uint32_t token, const uint8_t* codes) const {
+void TokenWriter::Put(uint8_t* words, uint32_t token, const uint8_t* codes) const {
   const uint32_t unit = is_k_ ? kKeyUnit : kValueUnit;
   uint8_t* rows = words + size_t{token / 8} * code_.n_words * 32;
+  kernels::FieldCursors cursors = first_;
   // A field of a unit: the codes' bits from low_bit on.
-  const auto put = [&](uint32_t& at, uint32_t width, uint32_t low_bit, const uint8_t* unit_codes) {
+  const auto put = [&](uint32_t& at, uint32_t width, uint32_t low_bit) {
     const uint32_t mask = (1u << width) - 1;
     const Spot first = is_k_ ? KeySpot(at, 0, token) : ValueSpot(at, width, 0, token);
     if (is_k_) {
       uint32_t word = 0;
-      for (uint32_t i = 0; i < unit; ++i) word |= (unit_codes[i] >> low_bit & mask) << (8 * i);
+      for (uint32_t i = 0; i < unit; ++i) word |= (codes[i] >> low_bit & mask) << (8 * i);
       PutBits(rows, first.row, first.lane, first.shift, word);
     } else {
       for (uint32_t i = 0; i < unit; ++i)
-        PutBits(rows, first.row, i, first.shift, unit_codes[i] >> low_bit & mask);
+        PutBits(rows, first.row, i, first.shift, codes[i] >> low_bit & mask);
     }
     at += width;
   };
-  kernels::FieldCursors at = first_;
   for (uint32_t s = 0; s < code_.n_segments; ++s) {
-    const uint32_t bits = code_.segments[s].bits;
-    for (uint32_t u = 0; u < code_.segments[s].n_units; ++u, codes += unit) {
-      if (bits == 8) put(at.at8, 8, 0, codes);
-      if (bits == 4) put(at.at4, 4, 0, codes);
-      if (bits == 3 || bits == 2) put(at.at2, 2, 0, codes);
-      if (bits == 3) put(at.at1, 1, 2, codes);
-      if (bits == 1) put(at.at1, 1, 0, codes);
-    }
+    for (uint32_t u = 0; u < code_.segments[s].n_units; ++u, codes += unit)
+      ForWidths(code_.segments[s].bits, cursors, put);
   }
 }
 
 uint32_t TokenWriter::Get(const uint8_t* words, uint32_t token, uint32_t place) const {
+  const uint32_t unit = is_k_ ? kKeyUnit : kValueUnit;
+  kernels::FieldCursors cursors = first_;
   uint32_t value = 0;
-  ForFields(token, place, [&](const Spot& at, uint32_t width, uint32_t low_bit) {
-    value |= GetBits(words, at.row, at.lane, at.shift, (1u << width) - 1) << low_bit;
-  });
+  for (uint32_t s = 0; s < code_.n_segments; ++s) {
+    const uint32_t n = code_.segments[s].n_units;
+    const bool here = place < n * unit;
+    const uint32_t skipped = here ? place / unit : n;
+    ForWidths(code_.segments[s].bits, cursors, [&](uint32_t& at, uint32_t width, uint32_t low_bit) {
+      at += width * skipped;
+      if (!here) return;
+      Spot spot = is_k_ ? KeySpot(at, place, token) : ValueSpot(at, width, place, token);
+      spot.row += token / 8 * code_.n_words;
+      value |= GetBits(words, spot.row, spot.lane, spot.shift, (1u << width) - 1) << low_bit;
+    });
+    if (here) break;
+    place -= n * unit;
+  }
   return value;
 }
 
@@ -156,15 +143,16 @@ void TokenCodec::Encode(uint32_t, uint32_t n, const float* k, const float* v,
                           uint8_t* words) {
     const TokenWriter writer(code, is_k);
     uint8_t* grids = words + size_t{window_} * code.n_words * 4;
+    uint8_t codes[kernels::kMaxPlaces] = {};
     for (uint32_t t = 0; t < n; ++t, x += dim) {
       float low = 0.0f, high = 0.0f;
       RowRange(x, dim, &low, &high);
       const Grid grid = MakeGrid(low, high, max_code);
       StoreF16(grids, t, grid.scale_f16);
       StoreF16(grids, window_ + t, grid.zero_f16);
-      for (uint32_t c = 0; c < dim; ++c) {
-        writer.Put(words, t, c, GridCode(x[c], grid.zero, grid.divisor, max_code));
-      }
+      for (uint32_t c = 0; c < dim; ++c)
+        codes[c] = static_cast<uint8_t>(GridCode(x[c], grid.zero, grid.divisor, max_code));
+      writer.Put(words, t, codes);
     }
   };
   encode(k_.code, true, k, shape_.head_dim, block);

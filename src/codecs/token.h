@@ -30,17 +30,11 @@ class TokenWriter {
  public:
   TokenWriter(const kernels::VectorCode& code, bool is_k)
       : code_(code), first_(code), is_k_(is_k) {}
-  /// Sets the code at `place` of a token; words must be 0 before.
-  void Put(uint8_t* words, uint32_t token, uint32_t place, uint32_t value) const;
+  /// Sets the codes [n_places] of a token; its words must be 0 before.
+  void Put(uint8_t* words, uint32_t token, const uint8_t* codes) const;
   uint32_t Get(const uint8_t* words, uint32_t token, uint32_t place) const;
-  /// Put for all places: codes [n_places].
-  void PutAll(uint8_t* words, uint32_t token, const uint8_t* codes) const;
 
  private:
-  /// Calls f(spot, width, lowest bit of the code) for each field that holds a part of the code.
-  template <class F>
-  void ForFields(uint32_t token, uint32_t place, F&& f) const;
-
   const kernels::VectorCode& code_;
   kernels::FieldCursors first_;
   bool is_k_;

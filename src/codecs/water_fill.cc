@@ -172,7 +172,7 @@ class Encoder {
     scales[token] = ScaleByte(scale);
     if (scales[token] == 0) return;
     Quantize(ScaleOf(scales[token]));
-    writer_.PutAll(words, token, codes_);
+    writer_.Put(words, token, codes_);
   }
 
  private:

@@ -142,8 +142,7 @@ class Block {
       return;
     }
     TokenTile& tokens = token_tile_;
-    ListTokenTile(first, n_win, seen, tokens);
-    const uint64_t plain = seen & ~TokenBits(first, n_win);
+    const uint64_t plain = seen & ~ListTokenTile(first, n_win, seen, tokens);
     if (!a_.prompt) {
       ScoreTile(first, n_win, seen);
     } else if (plain != 0) {
@@ -159,16 +158,6 @@ class Block {
     if (tokens.n != 0) tokens_.Add(tokens, seen);
   }
 
-  /// Tokens of the tile that lie in token codes.
-  uint64_t TokenBits(uint32_t first, uint32_t n_win) const {
-    uint64_t bits = 0;
-    for (uint32_t i = 0; has_tokens_ && i < n_win; ++i) {
-      const uint64_t window = h_.window >= 32 ? 0xFFFFFFFFu : (1u << h_.window) - 1;
-      if (Window(first + i).format == WindowFormat::kToken) bits |= window << (i * h_.window);
-    }
-    return bits;
-  }
-
   /// Prompt form: keys to an f32 tile, then a matrix product. Columns of other tokens are not
   /// meant.
   void ScoreDecodedTile(uint32_t first, uint32_t n_win, uint64_t seen) {
@@ -181,13 +170,15 @@ class Block {
                    h_.head_dim);
   }
 
-  /// The tile's windows in a token code that somebody sees.
-  void ListTokenTile(uint32_t first, uint32_t n_win, uint64_t seen, TokenTile& tile) const {
+  /// Lists the tile's windows in a token code that somebody sees; returns which tokens those are.
+  uint64_t ListTokenTile(uint32_t first, uint32_t n_win, uint64_t seen, TokenTile& tile) const {
+    uint64_t listed = 0;
     tile.n = 0;
     for (uint32_t i = 0; has_tokens_ && i < n_win; ++i) {
       const WindowRef& w = Window(first + i);
       const uint32_t bits = WindowBits(seen, i);
       if (w.format != WindowFormat::kToken) continue;
+      listed |= static_cast<uint64_t>(bits) << (i * h_.window);
       for (uint32_t part = 0; 8 * part < h_.window; ++part) {
         if ((bits >> (8 * part) & 0xFFu) == 0) continue;
         TokenBlock& block = tile.blocks[tile.n++];
@@ -195,6 +186,7 @@ class Block {
         block.ahead = Next(first + i, part, &FetchRate::token);
       }
     }
+    return listed;
   }
 
   void SkipMasses(uint32_t first, uint32_t n_win, uint32_t tile) {

@@ -26,7 +26,7 @@ struct TokenList {
 };
 
 // Loaders: Token gives access to one token's row; Load(j) is the vector that begins at channel j.
-// Full values fetch those of the next tile, as keys do (Ahead), so that memory is never idle.
+// While full values are added, the keys of the next tile are fetched (TokenList::ahead).
 template <class S, class E>
 struct FullValues {
   struct Token {
