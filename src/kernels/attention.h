@@ -15,6 +15,7 @@
 //            value = code * scale + zero; packed keys are stored before RoPE and rotated by the
 //            kernel.
 //   token    every token by itself, keys after RoPE: see kernels/token_code.h (W >= 8)
+//   grid     codes on grids along any axis: see kernels/grid_code.h (W >= 8)
 // D and Dv are multiples of 8 up to 512; W is 1, 2, 4, 8, 16 or 32.
 #pragma once
 
@@ -26,12 +27,13 @@
 #include "base/half.h"
 #include "base/parallel.h"
 #include "base/rope.h"
+#include "kernels/grid_code.h"
 #include "kernels/token_code.h"
 
 namespace qevict::kernels {
 
-enum class WindowFormat : uint8_t { kFull, kPacked2, kPacked4, kToken };
-inline constexpr uint32_t kWindowFormats = 4;
+enum class WindowFormat : uint8_t { kFull, kPacked2, kPacked4, kToken, kGrid };
+inline constexpr uint32_t kWindowFormats = 5;
 
 /// One window of a layer. `data` points at the first kv head's block; kv head h is at data + h *
 /// head_bytes[format]. Lifetime: borrowed for the call.
@@ -64,6 +66,7 @@ struct AttentionShape {
                                     ///< denominator, or null
   const RopeTable* rope = nullptr;  ///< null: packed keys are not rotated
   const TokenCode* token = nullptr;  ///< [n_kv_heads] codes of kToken windows
+  const GridCode* grid = nullptr;    ///< [n_kv_heads] codes of kGrid windows
 };
 
 /// What is made of the attention probabilities that fall on a window, one per row and query head.
@@ -102,6 +105,7 @@ struct AttentionGroup {
 size_t FullHeadBytes(uint32_t window, uint32_t head_dim, uint32_t head_dim_v);
 size_t PackedHeadBytes(uint32_t bits, uint32_t window, uint32_t head_dim, uint32_t head_dim_v);
 size_t TokenHeadBytes(uint32_t window, const TokenCode& code);
+size_t GridHeadBytes(uint32_t window, uint32_t head_dim, uint32_t head_dim_v, const GridCode& code);
 
 /// Scratch of the kernels, grown on demand and kept; one per caller, not thread-safe.
 class Workspace {

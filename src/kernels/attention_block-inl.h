@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "kernels/attention_fetch-inl.h"
 #include "kernels/attention_prompt-inl.h"
 #include "kernels/attention_softmax-inl.h"
 #include "kernels/attention_token_block-inl.h"
@@ -13,14 +14,18 @@ template <class S>
 class Block {
  public:
   explicit Block(const BlockArgs& args)
-      : a_(args), h_(*args.head), s_(args.scratch), tokens_(args) {
+      : a_(args),
+        h_(*args.head),
+        s_(args.scratch),
+        tokens_(args),
+        fetches_(args, args.head->token != nullptr) {
     for (uint32_t i = 0; i < a_.n_win; ++i) {
       const WindowFormat format = Window(i).format;
       (format == WindowFormat::kFull    ? has_full_
        : format == WindowFormat::kToken ? has_tokens_
+       : format == WindowFormat::kGrid  ? has_grid_
                                         : has_packed_) = true;
     }
-    SetFetchRates();
   }
 
   void Run() {
@@ -31,6 +36,7 @@ class Block {
       const uint32_t left = a_.n_win - first;
       RunTile(first, left < step ? left : step, tile);
     }
+    for (uint32_t m = 0; m < a_.n_vec; ++m) a_.state.l[m] = S::Sum(S::Load(s_.sums + m * kPad));
     if (has_tokens_) tokens_.Join(a_.state.o);
     if (a_.state.mass != nullptr) RescaleMasses();
   }
@@ -59,9 +65,12 @@ class Block {
       const float* src = h_.q + Row(m) * h_.q_row_stride + Head(m) * h_.q_head_stride;
       float* q = s_.q + static_cast<size_t>(m) * d;
       for (uint32_t c = 0; c < d; ++c) q[c] = src[c] * h_.scale;
-      if (!a_.prompt && (has_full_ || !PackedInPlace())) ExpandQuery(q, m);
+      if (!a_.prompt && (has_full_ || has_grid_ || !PackedInPlace())) ExpandQuery(q, m);
     }
-    if (has_tokens_) tokens_.Prepare();
+    if (has_tokens_) {
+      tokens_.Prepare();
+      token_offsets_ = TokenOffsets(h_);
+    }
     if (a_.prompt || !has_packed_ || !PackedInPlace()) return;
     ForBlocks(0, a_.n_vec,
               [&](uint32_t m, auto block) { InterleaveQueries(m, decltype(block)::value); });
@@ -101,7 +110,10 @@ class Block {
   }
 
   void Clear() {
-    for (uint32_t m = 0; m < a_.n_vec; ++m) a_.state.m[m] = kMinusInf, a_.state.l[m] = 0.0f;
+    for (uint32_t m = 0; m < a_.n_vec; ++m) {
+      a_.state.m[m] = kMinusInf;
+      S::Store(s_.sums + m * kPad, S::Zero());
+    }
     __builtin_memset(a_.state.o, 0, sizeof(float) * a_.n_vec * h_.dv_pad);
   }
 
@@ -163,7 +175,7 @@ class Block {
   void ScoreDecodedTile(uint32_t first, uint32_t n_win, uint64_t seen) {
     for (uint32_t i = 0; i < n_win; ++i) {
       if (WindowBits(seen, i) == 0) continue;
-      DecodeKeys<S>(h_, Window(first + i), NextWindow(first + i), s_.coef,
+      DecodeKeys<S>(h_, Window(first + i), fetches_.NextWindow(first + i), s_,
                     s_.k_tile + i * h_.window);
     }
     Gemm<S, false>(s_.q, h_.head_dim, s_.k_tile, kTile, s_.scores, kTile, a_.n_vec, kTile,
@@ -182,8 +194,8 @@ class Block {
       for (uint32_t part = 0; 8 * part < h_.window; ++part) {
         if ((bits >> (8 * part) & 0xFFu) == 0) continue;
         TokenBlock& block = tile.blocks[tile.n++];
-        LocateTokens(h_, w, part, i * h_.window, block);
-        block.ahead = Next(first + i, part, &FetchRate::token);
+        token_offsets_.Locate(w, part, i * h_.window, block);
+        block.ahead = fetches_.Next(first + i, part, &Fetches<S>::Rate::token);
       }
     }
     return listed;
@@ -211,6 +223,7 @@ class Block {
       }
     }
     if (has_packed_) ScorePackedWindows(first, n_win, seen);
+    if (has_grid_) ScoreGridWindows(first, n_win, seen);
   }
 
   template <class E>
@@ -234,57 +247,10 @@ class Block {
       const uint16_t* keys = reinterpret_cast<const uint16_t*>(w.data + h_.head_offset[0]);
       for (uint32_t part = 0; part * sub < h_.window; ++part) {
         blocks[n++] = {keys + part * sub * h_.head_dim, i * h_.window + part * sub,
-                       Values(w, part)};
+                       fetches_.Values(w, part)};
       }
     }
     if (n != 0) ScoreBlocks<E>(blocks, n);
-  }
-
-  /// How the window one tile on is fetched, by its format: bytes per fetch while a sub-block or a
-  /// whole window of full keys, a packed window, or 8 tokens of a token code are read. Divisions
-  /// are too dear for every window.
-  struct FetchRate {
-    uint32_t half, part;  ///< half of the head's bytes; the share of a sub-block
-    uint32_t sub_block, full, packed, token;
-  };
-  void SetFetchRates() {
-    const auto per = [](uint32_t bytes, uint32_t n) {  // from the first byte to the last
-      const uint32_t step = n < 2 ? 0 : (bytes + n - 3) / (n - 1);
-      return step <= 64 ? step : (bytes + n - 1) / n;
-    };
-    const uint32_t sub = h_.window < 8 ? h_.window : 8, parts = h_.window / sub;
-    const uint32_t key_fetches = has_tokens_ ? KeyFetches(h_.token->k) : 0;
-    for (uint32_t i = 0; i < kWindowFormats; ++i) {
-      FetchRate& r = rates_[i];
-      r.half = h_.head_bytes[i] / 2;
-      r.part = r.half / parts;
-      r.sub_block = per(r.part, h_.head_dim * sub / (kKeyStep * S::kLanes));
-      r.full = per(r.half, h_.head_dim * h_.window / S::kLanes);
-      r.packed = per(h_.head_bytes[i], h_.rope.n_pairs * h_.window / (8 * S::kChannels));
-      r.token = per(r.part, key_fetches);
-    }
-  }
-
-  /// Part of the window one tile after window i.
-  Ahead Next(uint32_t i, uint32_t part, uint32_t FetchRate::*rate) const {
-    if (i + h_.tile_windows >= a_.n_win) return {Window(i).data, 0, 0};
-    const WindowRef& w = Window(i + h_.tile_windows);
-    const FetchRate& r = rates_[static_cast<int>(w.format)];
-    return {w.data + h_.head_offset[static_cast<int>(w.format)] + part * r.part, r.half, r.*rate};
-  }
-  /// The whole one, at the rate at which window i is decoded.
-  Ahead NextWindow(uint32_t i) const {
-    const bool full = Window(i).format == WindowFormat::kFull;
-    return Next(i, 0, full ? &FetchRate::full : &FetchRate::packed);
-  }
-  /// Full windows: their values (second half) while their keys are scored; the first half of the
-  /// window one tile on, or null, while their values are added. So memory is asked all the time.
-  Ahead Values(const WindowRef& w, uint32_t part) const {
-    const FetchRate& r = rates_[static_cast<int>(WindowFormat::kFull)];
-    return {w.data + h_.head_offset[0] + r.half + part * r.part, 0, r.sub_block};
-  }
-  const uint8_t* NextKeys(uint32_t i) const {
-    return i + h_.tile_windows < a_.n_win ? Next(i, 0, &FetchRate::full).data : nullptr;
   }
 
   /// Windows of one format and rotation go in twos.
@@ -297,7 +263,7 @@ class Block {
       const WindowRef& w = Window(first + i);
       if (!IsPacked(w.format) || WindowBits(seen, i) == 0) continue;
       if (!PackedInPlace()) {
-        ScoreDecodedWindow(w, i * h_.window, NextWindow(first + i));
+        ScoreDecodedWindow(w, i * h_.window, fetches_.NextWindow(first + i));
         continue;
       }
       const bool rotates = Rotates(h_, w);
@@ -308,7 +274,7 @@ class Block {
       }
       format = w.format, rotate = rotates, stride = w.pos_stride;
       keys[n] = LoadSubBlock<S>(h_, w, 0, rotate, s_.coef + n * PackedCoefs(h_.head_dim),
-                                NextWindow(first + i));
+                                fetches_.NextWindow(first + i));
       keys[n].column = i * h_.window;
       if (++n < 2) continue;
       ScorePackedKeys(keys, 2, format, rotate);
@@ -335,11 +301,24 @@ class Block {
     });
   }
 
-  /// Window lengths other than 8 and odd pairings: decoded to f32, then scored like a full window.
+  void ScoreGridWindows(uint32_t first, uint32_t n_win, uint64_t seen) {
+    for (uint32_t i = 0; i < n_win; ++i) {
+      const WindowRef& w = Window(first + i);
+      if (w.format == WindowFormat::kGrid && WindowBits(seen, i) != 0)
+        ScoreDecodedWindow(w, i * h_.window, {});
+    }
+  }
+
+  /// Grid codes, window lengths other than 8 and odd pairings: decoded to f32, then scored like a
+  /// full window.
   void ScoreDecodedWindow(const WindowRef& w, uint32_t column, const Ahead& ahead) {
     const uint32_t sub = h_.window < 8 ? h_.window : 8;
     const size_t block_floats = static_cast<size_t>(h_.head_dim) * sub;
-    DecodePackedKeys<S>(h_, w, ahead, s_.coef, s_.k_tile, sub, block_floats);
+    if (w.format == WindowFormat::kGrid) {
+      DecodeGridKeys<S>(h_, w, s_.grid, s_.k_tile, sub, block_floats);
+    } else {
+      DecodePackedKeys<S>(h_, w, ahead, s_.coef, s_.k_tile, sub, block_floats);
+    }
     KeyBlock<float> blocks[4];
     for (uint32_t i = 0; i < h_.window / sub; ++i)
       blocks[i] = {s_.k_tile + i * block_floats, column + i * sub, {w.data, 0, 0}};
@@ -373,16 +352,16 @@ class Block {
   template <class F>
   void ForFormats(uint32_t first, uint32_t n_win, uint64_t bits, F&& f) {
     TokenList list;
-    for (const WindowFormat format :
-         {WindowFormat::kFull, WindowFormat::kPacked2, WindowFormat::kPacked4}) {
-      const bool packed = format != WindowFormat::kFull;
-      if (!(packed ? has_packed_ : has_full_)) continue;
+    for (const WindowFormat format : {WindowFormat::kFull, WindowFormat::kPacked2,
+                                      WindowFormat::kPacked4, WindowFormat::kGrid}) {
+      const bool packed = IsPacked(format);
+      if (!(packed ? has_packed_ : format == WindowFormat::kFull ? has_full_ : has_grid_)) continue;
       list.Clear(packed);
       for (uint32_t i = 0; i < n_win; ++i) {
         const WindowRef& w = Window(first + i);
         const uint32_t window_bits = WindowBits(bits, i);
         if (w.format == format && window_bits != 0)
-          ListTokens<S>(h_, w, NextKeys(first + i), i * h_.window, window_bits, list);
+          ListTokens<S>(h_, s_, w, fetches_.NextKeys(first + i), i * h_.window, window_bits, list);
       }
       if (list.n != 0) f(format, list);
     }
@@ -401,7 +380,8 @@ class Block {
       }
       const LogitArgs logit{h_.softcap, TileBias(m, first, n_win, tail),
                             h_.slopes != nullptr ? h_.slopes[Head(m)] : 1.0f};
-      const float factor = SoftmaxTile<S>(scores, s_.bits[m], logit, a_.state.m[m], a_.state.l[m]);
+      const float factor =
+          SoftmaxTile<S>(scores, s_.bits[m], logit, a_.state.m[m], s_.sums + m * kPad);
       if (factor != 1.0f) {
         Rescale(a_.state.o + static_cast<size_t>(m) * h_.dv_pad, factor);
         if (has_tokens_) tokens_.Rescale(m, factor);
@@ -470,9 +450,10 @@ class Block {
   const HeadArgs& h_;
   const Scratch& s_;
   TokenPart<S> tokens_;
-  bool has_full_ = false, has_packed_ = false, has_tokens_ = false;
-  FetchRate rates_[kWindowFormats];
+  bool has_full_ = false, has_packed_ = false, has_tokens_ = false, has_grid_ = false;
+  Fetches<S> fetches_;
   TokenTile token_tile_;
+  TokenOffsets token_offsets_;
 };
 
 template <class S>

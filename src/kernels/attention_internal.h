@@ -25,6 +25,9 @@ inline constexpr uint32_t kPad = 16;
 /// two, for the L1's sets.
 inline constexpr uint32_t kCoefStride = 256 + kPad;
 
+/// Channels of a key or a value.
+inline constexpr uint32_t kMaxChannels = 512;
+
 /// Logits are kept in units of ln 2.
 inline constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.69314718055994531f;
 
@@ -61,6 +64,7 @@ struct HeadArgs {
   float softcap;
   RopeView rope;
   const TokenCode* token;  ///< of this kv head, or null
+  const GridCode* grid;    ///< the same
   uint32_t n_gqa, first_head;
   const float* q;
   size_t q_row_stride, q_head_stride;
@@ -94,6 +98,7 @@ struct Scratch {
   float* q_plain;  ///< decode, packed windows: [n_vec * head_dim], orders in attention_packed-inl.h
   float* q_pairs;  ///< the same for rotated channels
   float* scores;   ///< [n_vec][kTile]
+  float* sums;     ///< [n_vec][kPad] sums of exponentials, lane by lane
   float*
       k_tile;  ///< prompt: [head_dim][kTile] f32 keys; decode: [head_dim][max(W, 8)] of one window
   float* v_tile;  ///< prompt: panels of [kTile][64] f32 values
@@ -102,6 +107,9 @@ struct Scratch {
       tile_max;  ///< [n_vec][tiles of the chunk] running maximum that a tile's masses were taken at
   uint64_t* bits;  ///< [n_vec] visible tokens of the tile
   uint32_t* rows;  ///< [n_vec] row of the group
+  // Grid codes; null without.
+  float* grid;    ///< grids of one window
+  float* v_rows;  ///< [kTile][dv_pad] values of a tile
   // Token codes; null without.
   int8_t* q_bytes;     ///< [n_vec][PadLanes(K places)]
   float* token_o;      ///< [n_vec][token_stride] output in places, then the zeros' sum

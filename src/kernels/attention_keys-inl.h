@@ -127,7 +127,8 @@ void ScoreBlocks8(const KeyBlock<typename E::T>* blocks, const float* q, size_t 
       for (int n = 0; n < kN; ++n) k[n] = E::Load(keys[n] + j);
 #pragma GCC unroll 8
       for (int m = 0; m < kM; ++m) {
-        const V query = S::Load(q + m * q_stride + j);
+        V query = S::Load(q + m * q_stride + j);
+        if constexpr (kN > 1) query = S::InRegister(query);
 #pragma GCC unroll 8
         for (int n = 0; n < kN; ++n) acc[n][m] = S::Fma(k[n], query, acc[n][m]);
       }

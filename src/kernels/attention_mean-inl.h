@@ -26,11 +26,10 @@ class MeanPart {
       const float* q = s_.q + static_cast<size_t>(m) * h_.head_dim;
       float* first = s_.mean_q + static_cast<size_t>(m) * 2 * padded;
       float* second = first + padded;
+      const uint32_t rotated = n == 0 ? h_.head_dim : rope.offset;
       float all = 0.0f;
-      for (uint32_t c = 0; c < h_.head_dim; ++c) {
-        const bool rotated = n != 0 && c >= rope.offset && c < rope.offset + 2 * n;
-        if (!rotated) all += q[c] * mean[c];
-      }
+      for (uint32_t c = 0; c < rotated; ++c) all += q[c] * mean[c];
+      for (uint32_t c = rotated + 2 * n; c < h_.head_dim; ++c) all += q[c] * mean[c];
       constant_[m] = all;
       for (uint32_t i = 0; i < n; ++i) {
         const uint32_t x = rope.offset + (rope.halves ? i : 2 * i), y = x + (rope.halves ? n : 1);
@@ -47,16 +46,8 @@ class MeanPart {
 
   /// Adds the means' part to the scores of a tile of 64 tokens that follow each other from pos on.
   void AddTile(int32_t pos) {
-    const RopeView& rope = h_.rope;
     alignas(64) float cos[kCoefStride], sin[kCoefStride];
-    const float* coarse = rope.coarse + static_cast<size_t>(pos >> 6) * 2 * rope.stride;
-    const float* fine = rope.fine + static_cast<size_t>(pos & 63) * 2 * rope.stride;
-    for (uint32_t i = 0; i < rope.n_pairs; i += S::kLanes) {
-      const auto cc = S::Load(coarse + i), cs = S::Load(coarse + rope.stride + i);
-      const auto fc = S::Load(fine + i), fs = S::Load(fine + rope.stride + i);
-      S::Store(cos + i, S::Fnma(cs, fs, S::Mul(cc, fc)));
-      S::Store(sin + i, S::Fma(cs, fc, S::Mul(cc, fs)));
-    }
+    PhasesAt<S>(h_.rope, pos, cos, sin);
     Evaluate<true>(cos, sin, s_.scores);
   }
 

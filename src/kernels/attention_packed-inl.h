@@ -44,6 +44,21 @@ static inline bool Rotates(const HeadArgs& h, const WindowRef& w) {
   return h.rope.coarse != nullptr && (w.pos_stride != 0 || w.pos0 != 0);
 }
 
+/// cos and sin (magnitude included) of each pair at `pos`, to [n_pairs rounded up to kPad] each.
+template <class S>
+void PhasesAt(const RopeView& rope, int32_t pos, float* cos, float* sin) {
+  const uint32_t p = pos < 0 ? 0u - static_cast<uint32_t>(pos) : static_cast<uint32_t>(pos);
+  const float* coarse = rope.coarse + static_cast<size_t>(p >> 6) * 2 * rope.stride;
+  const float* fine = rope.fine + static_cast<size_t>(p & 63) * 2 * rope.stride;
+  const auto sign = S::Set1(pos < 0 ? -1.0f : 1.0f);
+  for (uint32_t i = 0; i < rope.n_pairs; i += S::kLanes) {
+    const auto cc = S::Load(coarse + i), cs = S::Load(coarse + rope.stride + i);
+    const auto fc = S::Load(fine + i), fs = S::Load(fine + rope.stride + i);
+    S::Store(cos + i, S::Fnma(cs, fs, S::Mul(cc, fc)));
+    S::Store(sin + i, S::Mul(sign, S::Fma(cs, fc, S::Mul(cc, fs))));
+  }
+}
+
 /// Coefficients of a sub-block of 8 packed keys: with codes a, b of a pair's two channels, the key
 /// rotated to `pos` is (x0 + x1 a + x2 b, y0 + y1 a + y2 b). Six arrays of kCoefStride floats.
 template <class S>

@@ -95,14 +95,15 @@ void WidenKeys(const HeadArgs& h, const uint16_t* keys, Ahead ahead, float* dst)
 
 /// Window to columns of the key tile.
 template <class S>
-void DecodeKeys(const HeadArgs& h, const WindowRef& w, const Ahead& ahead, float* coef,
+void DecodeKeys(const HeadArgs& h, const WindowRef& w, const Ahead& ahead, const Scratch& scratch,
                 float* dst) {
   if (w.format == WindowFormat::kFull) {
     const uint16_t* keys = reinterpret_cast<const uint16_t*>(w.data + h.head_offset[0]);
     return h.elem_k == Elem::kF16 ? WidenKeys<S, F16<S>>(h, keys, ahead, dst)
                                   : WidenKeys<S, BF16<S>>(h, keys, ahead, dst);
   }
-  DecodePackedKeys<S>(h, w, ahead, coef, dst, kTile, 8);
+  if (w.format == WindowFormat::kGrid) return DecodeGridKeys<S>(h, w, scratch.grid, dst, kTile, 8);
+  DecodePackedKeys<S>(h, w, ahead, scratch.coef, dst, kTile, 8);
 }
 
 /// Channel j of tile column t in the value tile is at panel j / 64: [kTile][kPanel].
@@ -129,6 +130,8 @@ void WidenListed(const HeadArgs& h, WindowFormat format, const TokenList& list, 
     return WidenValues<S, PackedValues<S, 2>>(list, dv, dv_pad, v_tile);
   if (format == WindowFormat::kPacked4)
     return WidenValues<S, PackedValues<S, 4>>(list, dv, dv_pad, v_tile);
+  if (format == WindowFormat::kGrid)
+    return WidenValues<S, FullValues<S, F32<S>>>(list, dv, dv_pad, v_tile);
   if (h.elem_v == Elem::kF16)
     return WidenValues<S, FullValues<S, F16<S>>>(list, dv, dv_pad, v_tile);
   return WidenValues<S, FullValues<S, BF16<S>>>(list, dv, dv_pad, v_tile);

@@ -89,10 +89,10 @@ typename S::V AdjustLogit(const LogitArgs& a, uint32_t i, typename S::V s) {
 }
 
 /// scores [kTile]: logits in, exponentials relative to the new m out (0 where `bits` is clear).
-/// Updates m and l. Returns the factor that the vector's accumulated output must be multiplied with
-/// (1: nothing to do).
+/// Updates m and the sums [kLanes]. Returns the factor that the vector's accumulated output must be
+/// multiplied with (1: nothing to do).
 template <class S>
-float SoftmaxTile(float* scores, uint64_t bits, const LogitArgs& args, float& m, float& l) {
+float SoftmaxTile(float* scores, uint64_t bits, const LogitArgs& args, float& m, float* sums) {
   using V = typename S::V;
   constexpr uint32_t kN = kTile / S::kLanes;
   V s[kN];
@@ -101,28 +101,30 @@ float SoftmaxTile(float* scores, uint64_t bits, const LogitArgs& args, float& m,
   for (uint32_t i = 0; i < kN; ++i) {
     s[i] = S::Load(scores + i * S::kLanes);
     if (!plain) s[i] = AdjustLogit<S>(args, i * S::kLanes, s[i]);
-    s[i] = S::IfBits(static_cast<uint32_t>(bits >> (i * S::kLanes)), s[i], S::Set1(kMinusInf));
-    max = S::Max(s[i], max);
   }
-  const float tile_max = S::MaxOf(max);
-  const float old = m, now = old > tile_max ? old : tile_max;
+  if (bits != ~uint64_t{0}) {
+    for (uint32_t i = 0; i < kN; ++i)
+      s[i] = S::IfBits(static_cast<uint32_t>(bits >> (i * S::kLanes)), s[i], S::Set1(kMinusInf));
+  }
+  for (uint32_t i = 0; i < kN; ++i) max = S::Max(s[i], max);
+  const float old = m, now = S::AnyAbove(max, old) ? S::MaxOf(max) : old;
   if (now == kMinusInf) {  // every visible logit is -inf
     for (uint32_t i = 0; i < kN; ++i) S::Store(scores + i * S::kLanes, S::Zero());
     return 1.0f;
   }
-  V sum = S::Zero();
+  float factor = 1.0f;
+  V sum = S::Load(sums);
+  if (now != old) {
+    factor = old == kMinusInf ? 0.0f : Exp2Scalar<S>(old - now);
+    sum = S::Mul(sum, S::Set1(factor));
+    m = now;
+  }
   for (uint32_t i = 0; i < kN; ++i) {
     s[i] = Exp2<S>(S::Sub(s[i], S::Set1(now)));
     S::Store(scores + i * S::kLanes, s[i]);
     sum = S::Add(sum, s[i]);
   }
-  if (now == old) {
-    l += S::Sum(sum);
-    return 1.0f;
-  }
-  const float factor = old == kMinusInf ? 0.0f : Exp2Scalar<S>(old - now);
-  m = now;
-  l = l * factor + S::Sum(sum);
+  S::Store(sums, sum);
   return factor;
 }
 

@@ -40,13 +40,15 @@ std::string ProblemParams::Name() const {
   std::ostringstream s;
   s << "heads " << n_kv_heads << "x" << n_gqa << " D " << head_dim << "/" << head_dim_v << " W "
     << window << " token " << token_k.size() << "/" << token_v.size() << " " << token_bits
-    << token_zero << token_mean << " rows " << n_rows << " windows " << n_windows << " elem "
-    << int(elem_k) << int(elem_v) << " formats " << int(formats) << " mask " << int(mask)
-    << " rope " << use_rope << " pairing " << int(rope.pairing) << " dims " << rope.n_dims << "+"
-    << rope.offset << " pos " << first_pos << " shared " << shared_positions << " softcap "
-    << softcap << " bias " << bias << " slopes " << slopes << " sinks " << sinks << " blind "
-    << blind_row << " first " << mass_first_row << " kind " << static_cast<int>(mass_kind)
-    << mass_per_head << " gap " << head_gap << " seed " << seed;
+    << token_zero << token_mean << " grid " << grid_k.bits << int(grid_k.axis) << grid_k.group
+    << grid_k.bytes << grid_k.before_rope << grid_k.levels << grid_k.factor << grid_k.sign
+    << grid_k.n_exact << grid_k.n_exact_tokens << " rows " << n_rows << " windows " << n_windows
+    << " elem " << int(elem_k) << int(elem_v) << " formats " << int(formats) << " mask "
+    << int(mask) << " rope " << use_rope << " pairing " << int(rope.pairing) << " dims "
+    << rope.n_dims << "+" << rope.offset << " pos " << first_pos << " shared " << shared_positions
+    << " softcap " << softcap << " bias " << bias << " slopes " << slopes << " sinks " << sinks
+    << " blind " << blind_row << " first " << mass_first_row << " kind "
+    << static_cast<int>(mass_kind) << mass_per_head << " gap " << head_gap << " seed " << seed;
   return s.str();
 }
 
@@ -68,6 +70,7 @@ Problem::Problem(const ProblemParams& params) : params_(params), rng_(params.see
   shape_.head_bytes[1] = PackedHeadBytes(2, p.window, p.head_dim, p.head_dim_v) + p.head_gap;
   shape_.head_bytes[2] = PackedHeadBytes(4, p.window, p.head_dim, p.head_dim_v) + p.head_gap;
   if (p.window % 8 == 0) MakeTokenCodes();
+  if (p.window % 8 == 0 && (p.formats == Formats::kGrid || p.mix_grids)) MakeGridCodes();
   shape_.scale = 1.0f / std::sqrt(static_cast<float>(p.head_dim));
   shape_.softcap = p.softcap;
   for (uint32_t h = 0; h < n_heads; ++h) {
@@ -162,8 +165,11 @@ void Problem::MakeWindows() {
       if (i % 4 == 1) w.pos0 = 0;
     }
     const WindowFormat mixed[] = {WindowFormat::kFull, WindowFormat::kPacked2,
-                                  WindowFormat::kPacked4, WindowFormat::kToken};
-    w.format = p.formats == Formats::kMixed ? mixed[rng_() % (p.window % 8 == 0 ? 4 : 3)]
+                                  WindowFormat::kPacked4, WindowFormat::kToken,
+                                  WindowFormat::kGrid};
+    w.format = p.formats == Formats::kMixed ? mixed[rng_() % (p.window % 8 != 0 ? 3
+                                                              : p.mix_grids     ? 5
+                                                                                : 4)]
                                             : mixed[static_cast<int>(p.formats)];
     const size_t stride = shape_.head_bytes[static_cast<int>(w.format)];
     blocks_.emplace_back(stride * p.n_kv_heads - p.head_gap, uint8_t{0xFF});
@@ -174,6 +180,8 @@ void Problem::MakeWindows() {
         FillFull(i, h);
       } else if (w.format == WindowFormat::kToken) {
         FillTokens(i, h);
+      } else if (w.format == WindowFormat::kGrid) {
+        FillGrid(i, h);
       } else {
         FillPacked(i, h);
       }
@@ -346,11 +354,12 @@ std::string Problem::CompareWith(const ReferenceResult& want) const {
   const uint32_t n_heads = p.n_kv_heads * p.n_gqa;
   double v_max = 0.0, magnitude = 0.0;
   for (double x : want.out) v_max = std::max(v_max, std::abs(x));
-  v_max = std::max(v_max, 6.0);
+  v_max = std::max(v_max, p.formats == Formats::kGrid || p.mix_grids ? 24.0 : 6.0);
   // Weights of packed values have 15 bits below the largest of a tile.
   const bool decode = p.n_rows * p.n_gqa <= internal::kDecodeVectors;
-  const bool integers = p.formats == Formats::kToken ||
-                        (decode ? p.formats != Formats::kFull : shape_.token != nullptr);
+  const bool integers = p.formats != Formats::kGrid &&
+                        (p.formats == Formats::kToken ||
+                         (decode ? p.formats != Formats::kFull : shape_.token != nullptr));
   const double weight_bound = integers ? 3e-4 : 0.0;
   // Rounding errors of a sum of D terms are a random walk: about sqrt(D) / 2 eps times the sum of
   // magnitudes is out of its reach, as the terms are far smaller than their sum. A weight is off by

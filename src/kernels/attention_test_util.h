@@ -15,8 +15,18 @@
 
 namespace qevict::kernels {
 
-enum class Formats : uint8_t { kFull, kPacked2, kPacked4, kToken, kMixed };
+enum class Formats : uint8_t { kFull, kPacked2, kPacked4, kToken, kGrid, kMixed };
 enum class Mask : uint8_t { kAll, kPartialLast, kCausal, kHoles };
+
+/// A GridVector with random tables; group 0: all channels.
+struct GridParams {
+  uint32_t bits = 2;
+  GridAxis axis = GridAxis::kChannel;
+  uint32_t group = 0;
+  bool zero = true, bytes = false, before_rope = false, levels = false, factor = false,
+       offset = false, sign = false;
+  uint32_t n_exact = 0, n_exact_tokens = 0;
+};
 
 struct ProblemParams {
   uint32_t n_kv_heads = 2, n_gqa = 7, head_dim = 64, head_dim_v = 64, window = 8, n_rows = 1,
@@ -30,6 +40,8 @@ struct ProblemParams {
   bool token_zero = true;
   bool token_byte_scale = false;  ///< without zeros
   bool token_mean = false;
+  GridParams grid_k, grid_v;
+  bool mix_grids = false;  ///< kMixed takes grid codes, too
   Mask mask = Mask::kAll;
   RopeParams rope = HalvesOf64();
   bool use_rope = true;
@@ -87,6 +99,10 @@ class Problem {
   void MakeTokenCodes();
   VectorCode MakeVectorCode(uint32_t dim, const std::vector<TokenSegment>& segments, bool is_k);
   void FillTokens(size_t window, uint32_t kv_head);
+  void MakeGridCodes();
+  GridVector MakeGridVector(const GridParams& p, uint32_t dim);
+  const float* GridArray(uint32_t n, float mean, float spread);
+  void FillGrid(size_t window, uint32_t kv_head);
   uint32_t SeenBits(size_t window) const;
   float Normal() { return normal_(rng_); }
   uint32_t MassRows() const {
@@ -102,6 +118,8 @@ class Problem {
   std::vector<TokenCode> codes_;
   std::vector<std::unique_ptr<std::vector<float>>> steps_, means_;
   std::vector<std::unique_ptr<std::vector<uint16_t>>> channels_;
+  std::vector<GridCode> grids_;
+  std::vector<std::unique_ptr<std::vector<float>>> grid_arrays_;
   std::vector<WindowRef> windows_;
   std::vector<std::vector<uint8_t>> blocks_;  // one exact allocation per window
   Workspace scattered_;                       // or all of them

@@ -29,28 +29,39 @@ static inline uint32_t ScaleBytes(const VectorCode& code) {
 }
 static inline bool HasZero(const VectorCode& code) { return code.grid == TokenGrid::kScaleZero; }
 
-/// Tokens 8 * part ... of window w.
-static inline void LocateTokens(const HeadArgs& h, const WindowRef& w, uint32_t part,
-                                uint32_t column, TokenBlock& b) {
-  const TokenCode& code = *h.token;
-  const uint32_t window = h.window;
-  const auto zeros = [&](const VectorCode& c, const uint8_t* scales) {
-    return reinterpret_cast<const uint16_t*>(scales + window * ScaleBytes(c)) + 8 * part;
-  };
-  const uint8_t* p = w.data + h.head_offset[static_cast<int>(WindowFormat::kToken)];
-  b.k_words = p + static_cast<size_t>(part) * code.k.n_words * 32;
-  p += static_cast<size_t>(window) * code.k.n_words * 4;
-  b.k_scale = p + 8 * part * ScaleBytes(code.k);
-  b.k_zero = zeros(code.k, p);
-  p += static_cast<size_t>(window) * static_cast<size_t>(code.k.grid);
-  b.v_words = p + static_cast<size_t>(part) * code.v.n_words * 32;
-  p += static_cast<size_t>(window) * code.v.n_words * 4;
-  b.v_scale = p + 8 * part * ScaleBytes(code.v);
-  b.v_zero = zeros(code.v, p);
-  b.column = column + 8 * part;
-  b.pos_stride = w.pos_stride;
-  b.pos = w.pos0 + static_cast<int32_t>(8 * part * w.pos_stride);
-}
+/// Where the parts of one kv head of a window lie, and how far those of the next 8 tokens are.
+struct TokenOffsets {
+  size_t head, k_scale, k_zero, v_words, v_scale, v_zero;
+  uint32_t k_words_step, k_scale_step, v_words_step, v_scale_step;
+
+  TokenOffsets() = default;
+  explicit TokenOffsets(const HeadArgs& h) {
+    const VectorCode &k = h.token->k, &v = h.token->v;
+    const size_t window = h.window;
+    head = h.head_offset[static_cast<int>(WindowFormat::kToken)];
+    k_scale = window * k.n_words * 4;
+    k_zero = k_scale + window * ScaleBytes(k);
+    v_words = k_scale + window * static_cast<size_t>(k.grid);
+    v_scale = v_words + window * v.n_words * 4;
+    v_zero = v_scale + window * ScaleBytes(v);
+    k_words_step = k.n_words * 32, k_scale_step = 8 * ScaleBytes(k);
+    v_words_step = v.n_words * 32, v_scale_step = 8 * ScaleBytes(v);
+  }
+
+  /// Tokens 8 * part ... of window w, which begins at `column` of the tile.
+  void Locate(const WindowRef& w, uint32_t part, uint32_t column, TokenBlock& b) const {
+    const uint8_t* p = w.data + head;
+    b.k_words = p + size_t{part} * k_words_step;
+    b.k_scale = p + k_scale + size_t{part} * k_scale_step;
+    b.k_zero = reinterpret_cast<const uint16_t*>(p + k_zero) + 8 * part;
+    b.v_words = p + v_words + size_t{part} * v_words_step;
+    b.v_scale = p + v_scale + size_t{part} * v_scale_step;
+    b.v_zero = reinterpret_cast<const uint16_t*>(p + v_zero) + 8 * part;
+    b.column = column + 8 * part;
+    b.pos_stride = w.pos_stride;
+    b.pos = w.pos0 + static_cast<int32_t>(8 * part * w.pos_stride);
+  }
+};
 
 /// Scales of two blocks of 8 tokens (with 8 lanes of the first alone).
 template <class S>

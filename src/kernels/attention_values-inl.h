@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "kernels/attention_grid-inl.h"
 #include "kernels/attention_packed-inl.h"
 #include "kernels/attention_weights-inl.h"
 
@@ -184,6 +185,8 @@ void AddListed(const HeadArgs& h, WindowFormat format, const TokenList& list, co
   const uint32_t dv = h.head_dim_v, stride = h.dv_pad;
   if (format == WindowFormat::kPacked2) return AddCodes<S, 2, kM>(list, dv, p, o, stride);
   if (format == WindowFormat::kPacked4) return AddCodes<S, 4, kM>(list, dv, p, o, stride);
+  if (format == WindowFormat::kGrid)
+    return AddValues<S, FullValues<S, F32<S>>, kM>(list, dv, p, o, stride);
   if (h.elem_v == Elem::kF16)
     return AddValues<S, FullValues<S, F16<S>>, kM>(list, dv, p, o, stride);
   return AddValues<S, FullValues<S, BF16<S>>, kM>(list, dv, p, o, stride);
@@ -192,12 +195,19 @@ void AddListed(const HeadArgs& h, WindowFormat format, const TokenList& list, co
 /// Appends the tokens of window w (tile columns from `column`) whose bit is set. ahead: what full
 /// values fetch meanwhile, or null.
 template <class S>
-void ListTokens(const HeadArgs& h, const WindowRef& w, const uint8_t* ahead, uint32_t column,
-                uint32_t bits, TokenList& list) {
+void ListTokens(const HeadArgs& h, const Scratch& scratch, const WindowRef& w, const uint8_t* ahead,
+                uint32_t column, uint32_t bits, TokenList& list) {
   const uint8_t* rows = w.data + h.head_offset[0] + static_cast<size_t>(h.window) * h.head_dim * 2;
   size_t row_bytes = static_cast<size_t>(h.head_dim_v) * 2;
   alignas(64) float grid[kTile + kPad];  // scale [W], zero [W]
-  const bool packed = w.format != WindowFormat::kFull;
+  const bool packed = w.format == WindowFormat::kPacked2 || w.format == WindowFormat::kPacked4;
+  if (w.format == WindowFormat::kGrid) {
+    float* values = scratch.v_rows + static_cast<size_t>(column) * h.dv_pad;
+    DecodeGridValues<S>(h, w, scratch.grid, values, h.dv_pad);
+    rows = reinterpret_cast<const uint8_t*>(values);
+    row_bytes = h.dv_pad * sizeof(float);
+    ahead = rows;
+  }
   if (ahead == nullptr) ahead = rows;
   if (packed) {
     const PackedBlock b = LocatePacked(h, w);

@@ -1,6 +1,7 @@
 #include "kernels/reference.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -123,6 +124,66 @@ void DecodeToken(const VectorCode& code, const uint8_t* words, uint32_t window, 
   });
 }
 
+/// One token of a window in a grid code, RoPE excepted.
+void DecodeGrid(const GridVector& g, const uint8_t* block, uint32_t window, uint32_t dim,
+                uint32_t token, bool is_k, double* x) {
+  const GridLayout at = LayoutGrid(g, window, dim);
+  const auto half = [block](size_t offset, size_t i) {
+    return ReadElem(block + offset, i, Elem::kF16);
+  };
+  const uint32_t n_units = (dim + kByteGridShare - 1) / kByteGridShare;
+  for (uint32_t c = 0; c < dim; ++c) {
+    const size_t index =
+        is_k ? (size_t{token / 8} * dim + c) * 8 + token % 8 : size_t{token} * dim + c;
+    uint32_t code = 0;
+    for (uint32_t i = 0; i < g.bits; ++i) {
+      const size_t bit = index * g.bits + i;
+      code |= (block[bit / 8] >> (bit % 8) & 1u) << i;
+    }
+    double value = g.levels != nullptr ? double{g.levels[code]} : code;
+    if (g.bytes) {
+      const uint32_t unit = c / kByteGridShare;
+      value = value * half(at.units, unit) * block[at.scale + c] +
+              half(at.units, n_units + unit) * static_cast<int8_t>(block[at.zero + c]);
+    } else if (g.axis != GridAxis::kStatic) {
+      const size_t i = g.axis == GridAxis::kChannel ? c : size_t{c / g.group} * window + token;
+      value = value * half(at.scale, i) + (g.has_zero ? half(at.zero, i) : 0.0);
+    }
+    if (g.factor != nullptr) value *= g.factor[c];
+    if (g.offset != nullptr) value += g.offset[c];
+    x[c] = value;
+  }
+  const auto index = [block](size_t offset) {
+    uint16_t i;
+    std::memcpy(&i, block + offset, 2);
+    return uint32_t{i};
+  };
+  for (uint32_t i = 0; i < g.n_exact; ++i) {
+    const uint32_t where = index(at.exact + 4 * i);
+    if (where / dim == token) x[where % dim] = half(at.exact + 4 * i + 2, 0);
+  }
+  for (uint32_t i = 0; i < g.n_exact_tokens; ++i) {
+    const size_t entry = at.exact_tokens + i * (2 + size_t{2} * dim);
+    if (index(entry) != token) continue;
+    for (uint32_t c = 0; c < dim; ++c) x[c] = half(entry + 2, c);
+  }
+  if (g.sign == nullptr) return;
+  const uint32_t n = HadamardBlock(dim);
+  std::vector<double> y(x, x + dim);
+  for (uint32_t c = 0; c < dim; ++c) {
+    double sum = 0.0;
+    for (uint32_t i = 0; i < n; ++i)
+      sum += y[c / n * n + i] * (std::popcount(i & (c % n)) % 2 == 0 ? 1.0 : -1.0);
+    x[c] = g.sign[c] * sum;
+  }
+}
+
+/// True if keys that are stored before RoPE are rotated.
+bool Rotates(const AttentionShape& s, const WindowRef& w) {
+  const bool rotates = s.rope != nullptr && s.rope->params().pairing != RopePairing::kNone;
+  return rotates && (w.pos_stride != 0 || w.pos0 != 0);
+}
+
 /// The static mean of a token's key, rotated to its position.
 void RotateMean(const AttentionShape& s, const WindowRef& w, uint32_t token, double* mean) {
   if (s.rope == nullptr || s.rope->params().pairing == RopePairing::kNone) return;
@@ -225,16 +286,20 @@ void ReferenceKey(const AttentionShape& s, const WindowRef& w, uint32_t kv_head,
     for (uint32_t c = 0; c < d; ++c) key[c] += mean[c];
     return;
   }
+  if (w.format == WindowFormat::kGrid) {
+    const GridVector& g = s.grid[kv_head].k;
+    DecodeGrid(g, block, s.window, d, token, true, key);
+    if (g.before_rope && Rotates(s, w))
+      Rotate(*s.rope, int64_t{w.pos0} + int64_t{token} * w.pos_stride, key);
+    return;
+  }
   const uint32_t bits = w.format == WindowFormat::kPacked2 ? 2 : 4;
   const uint8_t* grid = block + size_t{d} * s.window * bits / 8;
   for (uint32_t c = 0; c < d; ++c) {
     key[c] = ReadCode(block, size_t{c} * s.window + token, bits) * ReadElem(grid, c, Elem::kF16) +
              ReadElem(grid, d + c, Elem::kF16);
   }
-  const bool rotates = s.rope != nullptr && s.rope->params().pairing != RopePairing::kNone;
-  if (rotates && (w.pos_stride != 0 || w.pos0 != 0)) {
-    Rotate(*s.rope, int64_t{w.pos0} + int64_t{token} * w.pos_stride, key);
-  }
+  if (Rotates(s, w)) Rotate(*s.rope, int64_t{w.pos0} + int64_t{token} * w.pos_stride, key);
 }
 
 void ReferenceValue(const AttentionShape& s, const WindowRef& w, uint32_t kv_head, uint32_t token,
@@ -250,6 +315,12 @@ void ReferenceValue(const AttentionShape& s, const WindowRef& w, uint32_t kv_hea
     const TokenCode& code = s.token[kv_head];
     block += TokenCodeBytes(s.window, code.k.n_words, code.k.grid);
     DecodeToken(code.v, block, s.window, dv, token, false, value);
+    return;
+  }
+  if (w.format == WindowFormat::kGrid) {
+    const GridCode& code = s.grid[kv_head];
+    block += LayoutGrid(code.k, s.window, s.head_dim).end;
+    DecodeGrid(code.v, block, s.window, dv, token, false, value);
     return;
   }
   const uint32_t bits = w.format == WindowFormat::kPacked2 ? 2 : 4;

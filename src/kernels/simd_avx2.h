@@ -18,6 +18,10 @@ struct SimdAvx2 {
   static V Zero() { return _mm256_setzero_ps(); }
   static V Set1(float x) { return _mm256_set1_ps(x); }
   static V Load(const float* p) { return _mm256_loadu_ps(p); }
+  static V InRegister(V v) {
+    asm("" : "+v"(v));
+    return v;
+  }
   static void Store(float* p, V v) { _mm256_storeu_ps(p, v); }
   static V Add(V a, V b) { return _mm256_add_ps(a, b); }
   static V Sub(V a, V b) { return _mm256_sub_ps(a, b); }
@@ -45,6 +49,9 @@ struct SimdAvx2 {
     __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     x = _mm_max_ps(x, _mm_movehl_ps(x, x));
     return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+  }
+  static bool AnyAbove(V a, float b) {
+    return _mm256_movemask_ps(_mm256_cmp_ps(a, Set1(b), _CMP_GT_OQ)) != 0;
   }
   static V IfBits(uint32_t bits, V a, V b) {
     const __m256i lane = _mm256_set_epi32(128, 64, 32, 16, 8, 4, 2, 1);
@@ -151,6 +158,13 @@ struct SimdAvx2 {
     const __m128i x = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(a)));
     return _mm256_cvtph_ps(_mm_slli_epi16(x, 6));
   }
+  static V LoadBytes(const uint8_t* p) { return _mm256_cvtepi32_ps(Bytes(p)); }
+  static V Lookup(const float* table, const uint8_t* p) {
+    const __m256i index = Bytes(p);
+    const __m256 low = _mm256_permutevar8x32_ps(Load(table), index),
+                 high = _mm256_permutevar8x32_ps(Load(table + 8), index);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
+  }
   static I SetInt(int32_t x) { return _mm256_set1_epi32(x); }
   static I Fields(I words, uint32_t shift, uint32_t mask) {
     return _mm256_and_si256(_mm256_srlv_epi32(words, _mm256_set1_epi32(static_cast<int>(shift))),
@@ -204,6 +218,9 @@ struct SimdAvx2 {
   using u32_alias [[gnu::may_alias, gnu::aligned(1)]] = uint32_t;
   static I Broadcast(const void* p) {
     return _mm256_set1_epi32(static_cast<int>(*static_cast<const u32_alias*>(p)));
+  }
+  static __m256i Bytes(const uint8_t* p) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
   }
   static __m128i Int16(V v) {
     const __m256i x = _mm256_cvtps_epi32(v);

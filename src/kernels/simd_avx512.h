@@ -18,6 +18,10 @@ struct SimdAvx512 {
   static V Zero() { return _mm512_setzero_ps(); }
   static V Set1(float x) { return _mm512_set1_ps(x); }
   static V Load(const float* p) { return _mm512_loadu_ps(p); }
+  static V InRegister(V v) {
+    asm("" : "+v"(v));
+    return v;
+  }
   static void Store(float* p, V v) { _mm512_storeu_ps(p, v); }
   static V Add(V a, V b) { return _mm512_add_ps(a, b); }
   static V Sub(V a, V b) { return _mm512_sub_ps(a, b); }
@@ -37,6 +41,7 @@ struct SimdAvx512 {
   static V TimesExp2(V p, V n) { return _mm512_scalef_ps(p, n); }
   static float Sum(V a) { return _mm512_reduce_add_ps(a); }
   static float MaxOf(V a) { return _mm512_reduce_max_ps(a); }
+  static bool AnyAbove(V a, float b) { return _mm512_cmp_ps_mask(a, Set1(b), _CMP_GT_OQ) != 0; }
   static V IfBits(uint32_t bits, V a, V b) {
     return _mm512_mask_blend_ps(static_cast<__mmask16>(bits), b, a);
   }
@@ -196,6 +201,10 @@ struct SimdAvx512 {
     const __m256i wide = _mm256_cvtepu8_epi16(_mm_unpacklo_epi64(x, y));
     return _mm512_cvtph_ps(_mm256_slli_epi16(wide, 6));
   }
+  static V LoadBytes(const uint8_t* p) { return _mm512_cvtepi32_ps(Bytes(p)); }
+  static V Lookup(const float* table, const uint8_t* p) {
+    return _mm512_permutexvar_ps(Bytes(p), Load(table));
+  }
   static I SetInt(int32_t x) { return _mm512_set1_epi32(x); }
   static I Fields(I words, uint32_t shift, uint32_t mask) {
     return _mm512_and_epi32(_mm512_srlv_epi32(words, _mm512_set1_epi32(static_cast<int>(shift))),
@@ -264,6 +273,9 @@ struct SimdAvx512 {
     if constexpr (kBits == 2) return low;
     return _mm512_mask_set1_epi32(low, 0xFF00,
                                   static_cast<int>(*reinterpret_cast<const u32_alias*>(p + 4)));
+  }
+  static __m512i Bytes(const uint8_t* p) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
   static V HalfSums(V a, V b) {
     return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));

@@ -24,6 +24,7 @@ struct SimdNeon {
   static V Zero() { return Set1(0.0f); }
   static V Set1(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x)}; }
   static V Load(const float* p) { return {vld1q_f32(p), vld1q_f32(p + 4)}; }
+  static V InRegister(V v) { return v; }
   static void Store(float* p, V v) { vst1q_f32(p, v.lo), vst1q_f32(p + 4, v.hi); }
   static V Add(V a, V b) { return {vaddq_f32(a.lo, b.lo), vaddq_f32(a.hi, b.hi)}; }
   static V Sub(V a, V b) { return {vsubq_f32(a.lo, b.lo), vsubq_f32(a.hi, b.hi)}; }
@@ -43,6 +44,7 @@ struct SimdNeon {
   static V TimesExp2(V p, V n) { return {TimesExp2(p.lo, n.lo), TimesExp2(p.hi, n.hi)}; }
   static float Sum(V a) { return vaddvq_f32(vaddq_f32(a.lo, a.hi)); }
   static float MaxOf(V a) { return vmaxvq_f32(vmaxq_f32(a.lo, a.hi)); }
+  static bool AnyAbove(V a, float b) { return MaxOf(a) > b; }
   static V IfBits(uint32_t bits, V a, V b) {
     const uint32x4_t lane = {1, 2, 4, 8}, all = vdupq_n_u32(bits);
     return {vbslq_f32(vtstq_u32(all, lane), a.lo, b.lo),
@@ -124,6 +126,15 @@ struct SimdNeon {
     uint16_t x[8];
     vst1q_u16(x, vshlq_n_u16(vmovl_u8(vld1_u8(a)), 6));
     return LoadF16(x);
+  }
+  static V LoadBytes(const uint8_t* p) {
+    const uint16x8_t x = vmovl_u8(vld1_u8(p));
+    return {vcvtq_f32_u32(vmovl_u16(vget_low_u16(x))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(x)))};
+  }
+  static V Lookup(const float* table, const uint8_t* p) {
+    float x[8];
+    for (int i = 0; i < 8; ++i) x[i] = table[p[i]];
+    return Load(x);
   }
   static I SetInt(int32_t x) {
     const uint32x4_t u = vdupq_n_u32(static_cast<uint32_t>(x));

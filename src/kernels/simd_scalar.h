@@ -29,6 +29,8 @@ struct SimdScalar {
     __builtin_memcpy(&v, p, sizeof(v));
     return v;
   }
+  /// v, loaded once: the compiler would rather load it again for each use.
+  static V InRegister(V v) { return v; }
   static void Store(float* p, V v) { __builtin_memcpy(p, &v, sizeof(v)); }
   static V Add(V a, V b) { return {a.lo + b.lo, a.hi + b.hi}; }
   static V Sub(V a, V b) { return {a.lo - b.lo, a.hi - b.hi}; }
@@ -57,6 +59,7 @@ struct SimdScalar {
     const float even = x[0] > x[2] ? x[0] : x[2], odd = x[1] > x[3] ? x[1] : x[3];
     return even > odd ? even : odd;
   }
+  static bool AnyAbove(V a, float b) { return MaxOf(a) > b; }
   /// Lane i: a if bit i of `bits` is set, else b.
   static V IfBits(uint32_t bits, V a, V b) {
     const U4 all = {bits, bits, bits, bits}, lane = {1, 2, 4, 8};
@@ -151,6 +154,16 @@ struct SimdScalar {
     uint16_t x[8];
     for (int i = 0; i < 8; ++i) x[i] = static_cast<uint16_t>(a[i] << 6);
     return LoadF16(x);
+  }
+  // Grid codes (grid_code.h).
+  /// kLanes bytes as numbers.
+  static V LoadBytes(const uint8_t* p) {
+    return {ToFloat(U4{p[0], p[1], p[2], p[3]}), ToFloat(U4{p[4], p[5], p[6], p[7]})};
+  }
+  /// table[byte] for kLanes bytes below 16; table [16].
+  static V Lookup(const float* table, const uint8_t* p) {
+    return {F4{table[p[0]], table[p[1]], table[p[2]], table[p[3]]},
+            F4{table[p[4]], table[p[5]], table[p[6]], table[p[7]]}};
   }
   static I SetInt(int32_t x) {
     const auto u = static_cast<uint32_t>(x);
