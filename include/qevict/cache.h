@@ -159,7 +159,8 @@ class KvCache {
   void View(uint32_t il, SeqId seq, std::vector<kernels::WindowRef>& refs,
             std::vector<WindowId>& ids) const;
   /// Bytes of one kv head's block per kernels::WindowFormat; 0 for formats the layer does not have.
-  void HeadBytes(uint32_t il, size_t head_bytes[4]) const;
+  /// head_bytes: [kernels::kWindowFormats].
+  void HeadBytes(uint32_t il, size_t* head_bytes) const;
   /// Format of the layer's packed windows. Valid until the layer packs a window again after it had
   /// none.
   const codecs::Codec& codec(uint32_t il) const;
@@ -174,6 +175,11 @@ class KvCache {
   void AddQueryEnergy(uint32_t il, const float* squares);
   /// True while AddQueryEnergy is of use.
   bool WantsQueryEnergy(uint32_t il) const;
+
+  /// The largest static mean of a key channel before RoPE, over the standard deviation of its kv
+  /// head's channels around their means: what a key bias adds to every key. Measured when a layer
+  /// packs its first window in a codec that has no place for it (codecs::IgnoresKeyMean); else 0.
+  float key_bias() const;
 
   /// Score of a window in one layer; 0 if the layer has evicted it.
   float score(uint32_t il, WindowId window) const;

@@ -20,6 +20,16 @@ enum class CodecId : uint8_t {
   kKiviAxis,   ///< QEvict's: keys per channel over the window before RoPE, values per token
   kToken,      ///< keys (after RoPE) and values per token
   kWaterFill,  ///< static transform code: unequal bits, static mean, a scale per token
+  // Formats of the field, to compare with; see the head of each file in src/codecs.
+  kKiviClip,  ///< kivi with grids of least squared error
+  kKiviPost,  ///< KIVI's own: keys after RoPE, values in groups of 32 channels
+  kByteGrid,  ///< kivi with grids of one byte
+  kKvQuant,   ///< non-uniform levels, 1% of the numbers exact
+  kZipCache,  ///< static key grids, channel-separable values
+  kOtt,       ///< kivi_post with an exact outlier token per window
+  kNqkv,      ///< NormalFloat of 4 bits
+  kHqe,       ///< HqeKV's: kivi_post, and a normal code of 1 bit
+  kHadamard,  ///< rotated per token, Lloyd-Max levels, static mean
 };
 /// What a promotion does with a packed window that ranks as full precision.
 enum class Promotion : uint8_t {
@@ -59,7 +69,7 @@ struct Config {
   uint32_t interval = 0;      ///< R, generated tokens between routing events; 0 = window
   uint32_t q_permille = 700;  ///< share of the history bytes that goes to the packed tier, 0...1000
   CodecId codec = CodecId::kKiviAxis;
-  uint32_t bits = 2;          ///< of packed codes. kivi: 2 or 4; token: 1, 2, 3, 4 or 8; wf: 1 to 4
+  uint32_t bits = 2;          ///< of packed codes: 1, 2, 3, 4 or 8 (wf, hadamard, kvquant: 1 to 4)
   uint32_t quarter_bits = 0;  ///< wf: quarters of a bit more, 0...3 (average of K and V)
   Promotion promotion = Promotion::kCodes;
   Prefill prefill = Prefill::kAuto;
@@ -104,5 +114,7 @@ Status ValidateConfig(const Config& config);
 /// The canonical text form: ParseConfig(ToText(c)) == c.
 std::string ToText(const Config& config);
 const char* PresetName(Preset preset);
+/// As in `codec=`.
+const char* CodecName(CodecId codec);
 
 }  // namespace qevict

@@ -50,7 +50,9 @@ bool InRange(const Config& config) {
 /// Names of the enumerators, in the order of their values.
 constexpr std::string_view kPresetNames[] = {"full", "streaming", "qevict", "pack"};
 constexpr std::string_view kPromotionNames[] = {"codes", "pinned", "none"};
-constexpr std::string_view kCodecNames[] = {"kivi", "token", "wf"};
+constexpr std::string_view kCodecNames[] = {"kivi",      "token",     "wf",      "kivi_clip",
+                                            "kivi_post", "byte_grid", "kvquant", "zipcache",
+                                            "ott",       "nqkv",      "hqe",     "hadamard"};
 constexpr std::string_view kPrefillNames[] = {"auto", "full", "bounded"};
 constexpr std::string_view kScoreNames[] = {"cumulative", "ema", "p_norm", "key_norm"};
 constexpr std::string_view kLocalModeNames[] = {"aligned", "windows"};
@@ -244,6 +246,10 @@ bool SignIsValid(const Config& config) {
   return config.key_norm_sign == 1 || config.key_norm_sign == -1;
 }
 
+constexpr char kCodecLegal[] =
+    "kivi, token, wf, kivi_clip, kivi_post, byte_grid, kvquant, zipcache, ott, nqkv, hqe or "
+    "hadamard";
+
 // ---- The table, in the order of the canonical text (preset first: it sets other keys). ----
 
 constexpr uint64_t kMaxInt = 0x7FFFFFFF;
@@ -268,7 +274,7 @@ constexpr ConfigKey kKeys[] = {
      WriteNumber<&Config::interval>, InRange<&Config::interval, 0, 65536>},
     {"q", "0 to 1 with at most three decimals", ReadQ, WriteQ,
      InRange<&Config::q_permille, 0, 1000>},
-    {"codec", "kivi, token or wf", ReadName<&Config::codec, kCodecNames>,
+    {"codec", kCodecLegal, ReadName<&Config::codec, kCodecNames>,
      WriteName<&Config::codec, kCodecNames>, IsNamed<&Config::codec, kCodecNames>},
     {"bits", "1, 2, 3, 4 or 8, or with codec=wf 1 to 4 in steps of 0.25", ReadBits, WriteBits,
      BitsAreValid},
@@ -318,14 +324,27 @@ Status CheckCodec(const Config& config) {
   };
   const std::string bits = WriteBits(config);
   const bool whole = config.quarter_bits == 0;
-  if (config.codec == CodecId::kKiviAxis && (!whole || (config.bits != 2 && config.bits != 4))) {
-    return refuse("bits", bits, "2 or 4");
+  switch (config.codec) {
+    case CodecId::kWaterFill:
+      if (config.bits * 4 + config.quarter_bits > 16)
+        return refuse("bits", bits, "1 to 4 in steps of 0.25");
+      break;
+    case CodecId::kKvQuant:
+    case CodecId::kHadamard:
+      if (!whole || config.bits > 4) return refuse("bits", bits, "1, 2, 3 or 4");
+      break;
+    case CodecId::kNqkv:
+      if (!whole || config.bits != 4) return refuse("bits", bits, "4");
+      break;
+    case CodecId::kHqe:
+      if (!whole || config.bits == 3) return refuse("bits", bits, "1, 2, 4 or 8");
+      break;
+    default:
+      if (!whole) return refuse("bits", bits, "1, 2, 3, 4 or 8");
   }
-  if (config.codec == CodecId::kToken && !whole) return refuse("bits", bits, "1, 2, 3, 4 or 8");
-  if (config.codec == CodecId::kWaterFill && config.bits * 4 + config.quarter_bits > 16) {
-    return refuse("bits", bits, "1 to 4 in steps of 0.25");
-  }
-  if (config.codec != CodecId::kKiviAxis && config.window < 8) {
+  const bool any_window =
+      config.codec == CodecId::kKiviAxis && (config.bits == 2 || config.bits == 4);
+  if (!any_window && config.window < 8) {
     return refuse("window", NumberText(config.window), "8, 16 or 32 tokens");
   }
   return {};
@@ -338,6 +357,11 @@ namespace qevict {
 const char* PresetName(Preset preset) {
   const size_t i = static_cast<size_t>(preset);
   return i < std::size(internal::kPresetNames) ? internal::kPresetNames[i].data() : "?";
+}
+
+const char* CodecName(CodecId codec) {
+  const size_t i = static_cast<size_t>(codec);
+  return i < std::size(internal::kCodecNames) ? internal::kCodecNames[i].data() : "?";
 }
 
 }  // namespace qevict

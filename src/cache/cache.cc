@@ -118,7 +118,7 @@ Status KvCache::SetRope(uint32_t il, const RopeParams& rope) {
   if (layer.rope_table == kNone) {
     layer.rope_table = static_cast<uint32_t>(c.rope_tables.size());
     c.rope_tables.push_back(std::make_unique<kernels::RopeTable>(rope));
-    if (codecs::Learns(c.config)) c.rope_tables.back()->AddBasis();
+    if (codecs::WantsQueryEnergy(c.config)) c.rope_tables.back()->AddBasis();
     c.rope_tables.back()->Grow(c.max_pos);
   }
   c.UpdateLimit();
@@ -259,7 +259,7 @@ void KvCache::View(uint32_t il, SeqId seq, std::vector<kernels::WindowRef>& refs
   }
 }
 
-void KvCache::HeadBytes(uint32_t il, size_t head_bytes[kernels::kWindowFormats]) const {
+void KvCache::HeadBytes(uint32_t il, size_t* head_bytes) const {
   const ShapePools& p = impl_->PoolsOf(il);
   std::fill_n(head_bytes, kernels::kWindowFormats, size_t{0});
   head_bytes[static_cast<int>(kernels::WindowFormat::kFull)] = p.full_head_bytes;
@@ -273,8 +273,11 @@ void KvCache::AddQueryEnergy(uint32_t il, const float* squares) {
 }
 
 bool KvCache::WantsQueryEnergy(uint32_t il) const {
-  return il < impl_->layers.size() && codecs::Learns(impl_->config) && !impl_->layers[il].learned;
+  return il < impl_->layers.size() && codecs::WantsQueryEnergy(impl_->config) &&
+         !impl_->layers[il].learned;
 }
+
+float KvCache::key_bias() const { return impl_->key_bias; }
 
 float KvCache::score(uint32_t il, WindowId window) const {
   const UnitRecord* unit = impl_->FindUnit(impl_->windows[window].seq, il, window);

@@ -30,7 +30,7 @@ uint64_t Fingerprint(Engine& e, uint32_t n_streams) {
         std::vector<kernels::WindowRef> refs;
         std::vector<WindowId> ids;
         e.cache().View(il, seq, refs, ids);
-        size_t head_bytes[4];
+        size_t head_bytes[kernels::kWindowFormats];
         e.cache().HeadBytes(il, head_bytes);
         for (size_t i = 0; i < refs.size(); ++i) {
           add(ids[i]);

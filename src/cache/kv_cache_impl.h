@@ -28,7 +28,6 @@
 #include "cache/convert.h"
 #include "cache/row_format.h"
 #include "codecs/codec.h"
-#include "codecs/water_fill.h"
 #include "kernels/attention.h"
 #include "kernels/rope_table.h"
 #include "qevict/cache.h"
@@ -153,7 +152,7 @@ struct LayerState {
   uint64_t f16_token_bytes = 0;
   std::shared_ptr<const codecs::Codec> codec;
   std::vector<double> query_energy;  // [n_kv_heads][head_dim], for codecs that learn
-  bool learned = false;              // codec is the layer's own
+  bool learned = false;              // the layer's rows have been looked at
 };
 
 /// One layer of one sequence.
@@ -404,7 +403,8 @@ struct KvCache::Impl {
   void AddQueryEnergy(uint32_t il, const float* squares);
   void LearnCodec(uint32_t il);
   void Relearn();
-  std::vector<codecs::WaterFillStats> GatherStats(uint32_t il) const;
+  void Teach(uint32_t il, codecs::CodecLearner& learner) const;
+  float key_bias = 0.0f;  // KvCache::key_bias
   Status ShiftPositions(std::span<const int32_t> delta);
   void RotateLayer(uint32_t il, std::span<const int32_t> delta, ParallelFor& pool);
   size_t RowWords(uint32_t il, bool is_k) const {

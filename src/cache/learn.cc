@@ -1,6 +1,8 @@
 // Codecs that are made of a layer's own rows (wf): when a layer without packed windows packs its
 // first ones, statistics are taken from what it holds in full precision, and stay as they are
 // until it has no packed window again.
+#include <cmath>
+
 #include "cache/kv_cache_impl.h"
 
 namespace qevict {
@@ -8,6 +10,42 @@ namespace {
 
 /// Tokens that statistics are taken from; more say nothing new.
 constexpr size_t kMaxTokens = 2048;
+
+/// KvCache::key_bias of one layer.
+class KeyBias final : public codecs::CodecLearner {
+ public:
+  explicit KeyBias(const LayerShape& shape)
+      : dim_(shape.head_dim), sum_(shape.n_kv_heads * size_t{dim_}), square_(sum_.size()) {}
+
+  void Add(uint32_t kv_head, const float* k_before_rope, const float*, const float*) override {
+    n_ += kv_head == 0;
+    for (uint32_t c = 0; c < dim_; ++c) {
+      const double x = std::isfinite(k_before_rope[c]) ? double{k_before_rope[c]} : 0.0;
+      sum_[kv_head * size_t{dim_} + c] += x;
+      square_[kv_head * size_t{dim_} + c] += x * x;
+    }
+  }
+  std::shared_ptr<const codecs::Codec> Make(std::span<const double>) override { return nullptr; }
+
+  float Largest() const {
+    double largest = 0.0;
+    for (size_t first = 0; first < sum_.size() && n_ != 0; first += dim_) {
+      double mean = 0.0, variance = 0.0;
+      for (size_t i = first; i < first + dim_; ++i) {
+        const double m = sum_[i] / n_;
+        mean = std::max(mean, std::abs(m));
+        variance += std::max(square_[i] / n_ - m * m, 0.0) / dim_;
+      }
+      if (variance > 0.0) largest = std::max(largest, mean / std::sqrt(variance));
+    }
+    return static_cast<float>(largest);
+  }
+
+ private:
+  uint32_t dim_;
+  double n_ = 0;
+  std::vector<double> sum_, square_;
+};
 
 }  // namespace
 
@@ -24,10 +62,12 @@ void KvCache::Impl::Relearn() {
     layer.codec = pools[layer.pools].codec;
     layer.learned = false;
     layer.query_energy.clear();
+    key_bias = 0.0f;
   }
 }
 
-std::vector<codecs::WaterFillStats> KvCache::Impl::GatherStats(uint32_t il) const {
+/// Shows the learner what the layer holds in full precision, evenly thinned to kMaxTokens.
+void KvCache::Impl::Teach(uint32_t il, codecs::CodecLearner& learner) const {
   const ShapePools& p = PoolsOf(il);
   const uint32_t d = p.shape.head_dim, dv = p.shape.head_dim_v;
   std::vector<const UnitRecord*> units;
@@ -39,9 +79,8 @@ std::vector<codecs::WaterFillStats> KvCache::Impl::GatherStats(uint32_t il) cons
     }
   }
   const size_t step = std::max<size_t>(1, units.size() * config.window / kMaxTokens);
-  std::vector<codecs::WaterFillStats> stats(p.shape.n_kv_heads);
   uint16_t row[kMaxHeadDim];
-  float key[kMaxHeadDim], value[kMaxHeadDim];
+  float key[kMaxHeadDim], before_rope[kMaxHeadDim], value[kMaxHeadDim];
   for (size_t i = 0; i < units.size(); i += step) {
     const WindowRecord& w = windows[units[i]->window];
     const WindowPhases phases(layers[il].rope, w);
@@ -52,29 +91,31 @@ std::vector<codecs::WaterFillStats> KvCache::Impl::GatherStats(uint32_t il) cons
         if (((w.live >> t) & 1u) == 0) continue;
         LoadKeyRow(full, config.window, d, t, row);
         ConvertTo32(row, d, p.shape.elem_k, key);
-        phases.Unrotate(t, key);
-        stats[h].AddKey(key, d);
+        std::copy_n(key, d, before_rope);
+        phases.Unrotate(t, before_rope);
         ConvertTo32(values + size_t{t} * dv, dv, p.shape.elem_v, value);
-        stats[h].AddValue(value, dv);
+        learner.Add(h, before_rope, key, value);
       }
     }
   }
-  const std::vector<double>& energy = layers[il].query_energy;
-  for (uint32_t h = 0; h < p.shape.n_kv_heads && !energy.empty(); ++h) {
-    stats[h].q_square.assign(energy.begin() + static_cast<std::ptrdiff_t>(h * d),
-                             energy.begin() + static_cast<std::ptrdiff_t>((h + 1) * d));
-  }
-  return stats;
 }
 
 void KvCache::Impl::LearnCodec(uint32_t il) {
-  if (!codecs::Learns(config)) return;
   LayerState& layer = layers[il];
   const ShapePools& p = PoolsOf(il);
+  const auto learner = codecs::MakeLearner(config, RowsOf(p.shape), layer.rope);
+  if (learner == nullptr) {
+    if (layer.learned || !codecs::IgnoresKeyMean(config)) return;
+    KeyBias bias(p.shape);
+    Teach(il, bias);
+    key_bias = std::max(key_bias, bias.Largest());
+    layer.learned = true;
+    return;
+  }
   const auto holds = [il](const SlotOwner& owner) { return owner.layer == il; };
   if (layer.learned && std::any_of(p.packed.owners.begin(), p.packed.owners.end(), holds)) return;
-  layer.codec = std::make_shared<codecs::WaterFillCodec>(
-      codecs::QuarterBits(config), config.window, RowsOf(p.shape), layer.rope, GatherStats(il));
+  Teach(il, *learner);
+  layer.codec = learner->Make(layer.query_energy);
   layer.learned = true;
 }
 

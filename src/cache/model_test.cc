@@ -257,7 +257,9 @@ class ModelTest : public testing::TestWithParam<Variant> {
     const std::vector<uint16_t>& want = is_k ? token.layers[il].k : token.layers[il].v;
     const Config& config = GetParam().config;
     float step = 2.83f / static_cast<float>((1 << config.bits) - 1);
-    if (config.codec == CodecId::kWaterFill) step *= 3.0f;  // Lloyd-Max steps grow outwards
+    const bool uniform = config.codec == CodecId::kKiviAxis || config.codec == CodecId::kToken ||
+                         config.codec == CodecId::kKiviPost || config.codec == CodecId::kOtt;
+    if (!uniform) step *= 3.0f;  // Lloyd-Max steps grow outwards
     const float bound =
         token.coded ? (is_k ? 0.75f : 0.5f) * step * static_cast<float>(1 + token.depth) + 0.02f
                     : 0.0f;
@@ -383,7 +385,11 @@ INSTANTIATE_TEST_SUITE_P(
                     Make("Token8BitBounded", 8, Promotion::kPinned, 300000, 16, 0, CodecId::kToken),
                     Make("WaterFill4Bit", 4, Promotion::kCodes, 0, 8, 0, CodecId::kWaterFill),
                     Make("WaterFillBounded", 4, Promotion::kNone, 300000, 8, 3,
-                         CodecId::kWaterFill)),
+                         CodecId::kWaterFill),
+                    Make("KiviPost8Bit", 8, Promotion::kCodes, 0, 8, 3, CodecId::kKiviPost),
+                    Make("KvQuantBounded", 4, Promotion::kPinned, 300000, 16, 0, CodecId::kKvQuant),
+                    Make("Hadamard4Bit", 4, Promotion::kCodes, 0, 8, 0, CodecId::kHadamard),
+                    Make("Ott4BitWindow32", 4, Promotion::kNone, 0, 32, 0, CodecId::kOtt)),
     [](const testing::TestParamInfo<Variant>& param) { return param.param.name; });
 
 }  // namespace

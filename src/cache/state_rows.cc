@@ -170,7 +170,7 @@ bool KvCache::Impl::FillRow(uint32_t il, uint32_t stream, uint32_t cell, bool is
 /// True if the codes of a window with n live tokens fit behind the headers of its K and V rows.
 /// Codes that mean nothing without what this cache has learned stay here: rows are then decoded.
 bool KvCache::Impl::SharesFit(uint32_t il, uint32_t n) const {
-  if (codecs::Learns(config)) return false;
+  if (!codecs::SavesCodes(config)) return false;
   for (const bool is_k : {true, false}) {
     const size_t share = (PartBytes(il, is_k) + n - 1) / n;
     if (kRowHeaderBytes + share > RowWords(il, is_k) * 2) return false;

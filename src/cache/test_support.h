@@ -150,7 +150,7 @@ class Engine {
     const LayerShape& s = shapes_[il];
     const uint32_t w = cache_->config().window, d = s.head_dim, dv = s.head_dim_v;
     const uint32_t width = is_k ? d : dv, sub = std::min(w, 8u);
-    size_t head_bytes[4];
+    size_t head_bytes[kernels::kWindowFormats];
     cache_->HeadBytes(il, head_bytes);
     std::vector<float> out;
     for (uint32_t h = 0; h < s.n_kv_heads; ++h) {

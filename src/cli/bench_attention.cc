@@ -156,8 +156,9 @@ Result<std::vector<kernels::Formats>> ParseTiers(const std::string& text) {
         std::begin(kernels::kAllFormats), std::end(kernels::kAllFormats),
         [&item](kernels::Formats formats) { return item == kernels::FormatsName(formats); });
     if (found == std::end(kernels::kAllFormats)) {
-      return InvalidArgument("--tiers " + item +
-                             " is not legal: expected full, packed2, packed4, token or mixed");
+      return InvalidArgument(
+          "--tiers " + item +
+          " is not legal: expected full, packed2, packed4, token, grid or mixed");
     }
     tiers.push_back(*found);
   }
@@ -189,7 +190,7 @@ Command AddBenchAttention(CLI::App& bench) {
   AddText(*app, "--tokens", o->tokens, "N,..", "tokens in the cache")
       ->default_str(o->tokens)
       ->group(kTests);
-  AddText(*app, "--tiers", o->tiers, "NAMES", "full, packed2, packed4, token (2 bits), mixed")
+  AddText(*app, "--tiers", o->tiers, "NAMES", "full, packed2, packed4, token, grid (2 bits), mixed")
       ->default_str(o->tiers)
       ->group(kTests);
   AddInteger(*app, "--layers", o->n_layers, 1, 256, "layers in a row, each with its own storage")

@@ -27,6 +27,24 @@ Json Codecs() {
                     {"bits", "1 to 4"},
                     {"keys", "static transform, a scale per token, after RoPE"},
                     {"values", "static transform, a scale per token"}});
+  const struct {
+    const char *id, *bits, *keys, *values;
+  } field[] = {
+      {"kivi_clip", "1, 2, 3, 4, 8", "as kivi-axis, least squares", "per token, least squares"},
+      {"kivi_post", "1, 2, 3, 4, 8", "per channel over the window, after RoPE",
+       "per token and 32 channels"},
+      {"byte_grid", "1, 2, 3, 4, 8", "as kivi-axis, grids of one byte", "per token"},
+      {"kvquant", "1 to 4", "static per channel before RoPE, non-uniform, 1% exact",
+       "per token, non-uniform, 1% exact"},
+      {"zipcache", "1, 2, 3, 4, 8", "static per channel, after RoPE",
+       "channel-separable, per token"},
+      {"ott", "1, 2, 3, 4, 8", "as kivi_post, an exact token per window", "the same token exact"},
+      {"nqkv", "4", "NormalFloat per token, after RoPE", "NormalFloat per token"},
+      {"hqe", "1, 2, 4, 8", "as kivi_post; 1 bit: normal code", "as kivi_post; 1 bit: normal code"},
+      {"hadamard", "1 to 4", "rotated per token before RoPE, static mean", "rotated per token"},
+  };
+  for (const auto& c : field)
+    codecs.push_back({{"id", c.id}, {"bits", c.bits}, {"keys", c.keys}, {"values", c.values}});
   return codecs;
 }
 

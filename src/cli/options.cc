@@ -207,7 +207,8 @@ void ConfigOptions::Register(CLI::App& app, bool budget_and_preset) {
   AddKey(app, "--window", "window", "N", "8", "tokens that move together: 1, 2, 4, 8, 16 or 32");
   AddKey(app, "--interval", "interval", "N", "window", "generated tokens between two decisions");
   AddKey(app, "--q", "q", "X", "0.7", "share of the history's bytes that is packed, 0 to 1");
-  AddKey(app, "--codec", "codec", "NAME", "kivi", "format of packed windows: kivi, token or wf");
+  AddKey(app, "--codec", "codec", "NAME", "kivi",
+         "format of packed windows (qevict info lists them)");
   AddKey(app, "--bits", "bits", "N", "2",
          "bits of packed codes; kivi: 2, 4; token: 1, 2, 3, 4, 8;\nwf: 1 to 4 by 0.25");
   AddKey(app, "--sinks", "sinks", "N", "5", "first tokens, always full precision");

@@ -107,7 +107,7 @@ TEST(ConfigOptionsTest, OptionsWinOverConfig) {
 
 TEST(ConfigOptionsTest, ErrorsNameTheKey) {
   for (const auto& [words, part] : std::vector<std::pair<std::vector<std::string>, std::string>>{
-           {{"--bits", "3"}, "bits=3 is not legal with codec=kivi: expected 2 or 4"},
+           {{"--bits", "2.5"}, "bits=2.5 is not legal with codec=kivi: expected 1, 2, 3, 4 or 8"},
            {{"--set", "bits"}, "--set bits has no value"},
            {{"--set", "colour=red"}, "unknown key colour"},
            {{"--window", "8", "--set", "window=8"}, "given twice"},

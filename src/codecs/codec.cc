@@ -1,11 +1,108 @@
-// Config -> codec. A new format is one file with one class and one line in each function here.
+// Config -> codec. A new format is one file with its specification and one line in MakeHead, or in
+// MakeCodec and CodecBytes if it is no grid code.
 #include "codecs/codec.h"
 
+#include "codecs/grid.h"
+#include "codecs/grid_codec.h"
+#include "codecs/hadamard.h"
+#include "codecs/hqe.h"
 #include "codecs/kivi_axis.h"
+#include "codecs/kivi_grid.h"
+#include "codecs/kvquant.h"
+#include "codecs/nqkv.h"
+#include "codecs/ott.h"
 #include "codecs/token.h"
 #include "codecs/water_fill.h"
+#include "codecs/zipcache.h"
 
 namespace qevict::codecs {
+namespace {
+
+constexpr uint8_t kWaterFillTag = 5, kUnsavedTag = 6;
+
+/// Grid codes: one kv head's specification, from its rows if there are any.
+GridHead MakeHead(const Config& config, const RowShape& shape, const RowSample* sample) {
+  switch (config.codec) {
+    case CodecId::kKiviClip:
+      return KiviClip(config.bits, shape);
+    case CodecId::kKiviPost:
+      return KiviPost(config.bits, shape);
+    case CodecId::kByteGrid:
+      return ByteGrid(config.bits, shape, sample);
+    case CodecId::kKvQuant:
+      return KvQuant(config.bits, config.window, shape, sample);
+    case CodecId::kZipCache:
+      return ZipCache(config.bits, shape, sample);
+    case CodecId::kOtt:
+      return Ott(config.bits, shape);
+    case CodecId::kNqkv:
+      return Nqkv(shape);
+    case CodecId::kHqe:
+      return Hqe(config.bits, shape);
+    case CodecId::kHadamard:
+      return Hadamard(config.bits, shape, sample);
+    default:
+      return KiviGrid(config.bits, shape);
+  }
+}
+
+bool IsKiviAxis(const Config& config) {
+  return config.codec == CodecId::kKiviAxis && (config.bits == 2 || config.bits == 4);
+}
+
+class WaterFillLearner final : public CodecLearner {
+ public:
+  WaterFillLearner(const Config& config, const RowShape& shape, const RopeParams& rope)
+      : config_(config), shape_(shape), rope_(rope), stats_(shape.n_kv_heads) {}
+
+  void Add(uint32_t kv_head, const float* k_before_rope, const float*, const float* v) override {
+    stats_[kv_head].AddKey(k_before_rope, shape_.head_dim);
+    stats_[kv_head].AddValue(v, shape_.head_dim_v);
+  }
+  std::shared_ptr<const Codec> Make(std::span<const double> query_energy) override {
+    for (uint32_t h = 0; h < shape_.n_kv_heads && !query_energy.empty(); ++h) {
+      const auto head = query_energy.subspan(size_t{h} * shape_.head_dim, shape_.head_dim);
+      stats_[h].q_square.assign(head.begin(), head.end());
+    }
+    return std::make_shared<WaterFillCodec>(QuarterBits(config_), config_.window, shape_, rope_,
+                                            stats_);
+  }
+
+ private:
+  const Config config_;
+  const RowShape shape_;
+  const RopeParams rope_;
+  std::vector<WaterFillStats> stats_;
+};
+
+class GridLearner final : public CodecLearner {
+ public:
+  GridLearner(const Config& config, const RowShape& shape)
+      : config_(config), shape_(shape), samples_(shape.n_kv_heads) {}
+
+  void Add(uint32_t kv_head, const float* k_before_rope, const float* k, const float* v) override {
+    RowSample& s = samples_[kv_head];
+    const auto append = [](std::vector<float>& to, const float* x, uint32_t n) {
+      for (uint32_t i = 0; i < n; ++i) to.push_back(Finite(x[i]));
+    };
+    append(s.k_before_rope, k_before_rope, shape_.head_dim);
+    append(s.k, k, shape_.head_dim);
+    append(s.v, v, shape_.head_dim_v);
+    ++s.n;
+  }
+  std::shared_ptr<const Codec> Make(std::span<const double>) override {
+    std::vector<GridHead> heads;
+    for (const RowSample& s : samples_) heads.push_back(MakeHead(config_, shape_, &s));
+    return std::make_shared<GridCodec>(config_.window, shape_, std::move(heads));
+  }
+
+ private:
+  const Config config_;
+  const RowShape shape_;
+  std::vector<RowSample> samples_;
+};
+
+}  // namespace
 
 std::shared_ptr<const Codec> MakeCodec(const Config& config, const RowShape& shape) {
   if (config.codec == CodecId::kToken) {
@@ -15,7 +112,11 @@ std::shared_ptr<const Codec> MakeCodec(const Config& config, const RowShape& sha
     return std::make_shared<WaterFillCodec>(QuarterBits(config), config.window, shape, RopeParams{},
                                             std::span<const WaterFillStats>{});
   }
-  return std::make_shared<KiviAxisCodec>(config.bits, config.window, shape);
+  if (IsKiviAxis(config)) {
+    return std::make_shared<KiviAxisCodec>(config.bits, config.window, shape);
+  }
+  return std::make_shared<GridCodec>(config.window, shape,
+                                     SameHeads(shape, MakeHead(config, shape, nullptr)));
 }
 
 BlockBytes CodecBytes(const Config& config, const RowShape& shape) {
@@ -25,23 +126,59 @@ BlockBytes CodecBytes(const Config& config, const RowShape& shape) {
   if (config.codec == CodecId::kWaterFill) {
     return WaterFillCodec::Bytes(QuarterBits(config), config.window, shape);
   }
-  return KiviAxisCodec::Bytes(config.bits, config.window, shape);
+  if (IsKiviAxis(config)) return KiviAxisCodec::Bytes(config.bits, config.window, shape);
+  return MakeCodec(config, shape)->bytes();
+}
+
+bool Learns(const Config& config) {
+  switch (config.codec) {
+    case CodecId::kWaterFill:
+    case CodecId::kByteGrid:
+    case CodecId::kKvQuant:
+    case CodecId::kZipCache:
+    case CodecId::kHadamard:
+      return true;
+    default:
+      return false;
+  }
+}
+
+std::unique_ptr<CodecLearner> MakeLearner(const Config& config, const RowShape& shape,
+                                          const RopeParams& rope) {
+  if (!Learns(config)) return nullptr;
+  if (config.codec == CodecId::kWaterFill) {
+    return std::make_unique<WaterFillLearner>(config, shape, rope);
+  }
+  return std::make_unique<GridLearner>(config, shape);
+}
+
+size_t LearnedBytes(const Config& config, const RowShape& shape) {
+  if (!Learns(config)) return 0;
+  if (config.codec == CodecId::kWaterFill) return WaterFillCodec::LearnedBytes(shape);
+  return MakeCodec(config, shape)->static_bytes();
+}
+
+bool IgnoresKeyMean(const Config& config) {
+  return (config.codec == CodecId::kToken && config.bits < 8) || config.codec == CodecId::kNqkv ||
+         config.codec == CodecId::kZipCache;
+}
+
+bool SavesCodes(const Config& config) {
+  return config.codec == CodecId::kToken || IsKiviAxis(config);
 }
 
 uint8_t CodecTag(const Config& config) {
-  if (config.codec == CodecId::kKiviAxis) return static_cast<uint8_t>(config.bits);
-  if (config.codec == CodecId::kWaterFill) return 5;
+  if (IsKiviAxis(config)) return static_cast<uint8_t>(config.bits);
+  if (config.codec == CodecId::kWaterFill) return kWaterFillTag;
+  if (config.codec != CodecId::kToken) return kUnsavedTag;
   return static_cast<uint8_t>(config.bits == 8 ? 15 : 8 + config.bits);
 }
 
 std::string CodecTagName(uint8_t tag) {
-  if (tag == 5) return "wf";
+  if (tag == kWaterFillTag) return "wf";
+  if (tag == kUnsavedTag) return "a codec whose codes are not saved";
   if (tag < 8) return "kivi, " + std::to_string(tag) + " bits";
   return "token, " + std::to_string(tag == 15 ? 8 : tag - 8) + " bits";
-}
-
-size_t LearnedBytes(const Config& config, const RowShape& shape) {
-  return Learns(config) ? WaterFillCodec::LearnedBytes(shape) : 0;
 }
 
 }  // namespace qevict::codecs

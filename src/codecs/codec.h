@@ -4,8 +4,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 
+#include "base/rope.h"
 #include "kernels/attention.h"
 #include "qevict/config.h"
 
@@ -33,6 +35,7 @@ class Codec {
   virtual size_t static_bytes() const { return 0; }
   /// [n_kv_heads] codes that the kernels need beside a window, or null.
   virtual const kernels::TokenCode* token_codes() const { return nullptr; }
+  virtual const kernels::GridCode* grid_codes() const { return nullptr; }
 
   /// Encodes one kv head of one window.
   ///   k [n][D], v [n][Dv] f32 row-major; n in [1, W] tokens. Tokens n...W-1 of the block get code
@@ -54,13 +57,34 @@ struct RowShape {
 /// The codec that `config` names (Config::codec, bits, window), for layers of one shape. One that
 /// learns from the rows (wf) knows nothing yet, and serves for its bytes alone.
 std::shared_ptr<const Codec> MakeCodec(const Config& config, const RowShape& shape);
+/// Makes a layer's codec of its rows, when the layer packs its first window.
+class CodecLearner {
+ public:
+  virtual ~CodecLearner() = default;
+  /// One token of one kv head: the key before and after RoPE, the value; f32.
+  virtual void Add(uint32_t kv_head, const float* k_before_rope, const float* k,
+                   const float* v) = 0;
+  /// query_energy: [n_kv_heads][head_dim] sums of squares, or empty.
+  virtual std::shared_ptr<const Codec> Make(std::span<const double> query_energy) = 0;
+};
+/// Null if the codec needs no rows.
+std::unique_ptr<CodecLearner> MakeLearner(const Config& config, const RowShape& shape,
+                                          const RopeParams& rope);
 /// True if a layer's codec is made of its rows when the first window is packed.
-inline bool Learns(const Config& config) { return config.codec == CodecId::kWaterFill; }
+bool Learns(const Config& config);
+/// True if that codec also wants the queries' energy, and its kernels the basis of RopeTable.
+inline bool WantsQueryEnergy(const Config& config) { return config.codec == CodecId::kWaterFill; }
+/// True if keys are coded per token, or on grids for all tokens, and a mean that they share (a key
+/// bias) is not taken off before: it then widens every grid.
+bool IgnoresKeyMean(const Config& config);
+/// True if codes can be saved and read by another cache of the same configuration.
+bool SavesCodes(const Config& config);
 /// What such a layer's codec takes beside the windows, at most; else 0.
 size_t LearnedBytes(const Config& config, const RowShape& shape);
 /// Bytes of that codec's blocks, without making it.
 BlockBytes CodecBytes(const Config& config, const RowShape& shape);
-/// Names the codec and its bits in saved rows, 1 to 15: never renumber.
+/// Names the codec and its bits in saved rows, 1 to 15: never renumber. Codecs whose codes are
+/// never saved share one.
 uint8_t CodecTag(const Config& config);
 /// Such as `kivi, 2 bits`; for errors.
 std::string CodecTagName(uint8_t tag);

@@ -6,6 +6,7 @@
 #include <limits>
 #include <numeric>
 
+#include "codecs/gaussian_levels.h"
 #include "codecs/grid.h"
 #include "codecs/token.h"
 
@@ -22,20 +23,10 @@ constexpr kernels::TokenGrid kGrid = kernels::TokenGrid::kScaleByte;
 constexpr float kScaleUnit = 64.0f;
 constexpr size_t kMaxPadding = kValueUnit - 1;  ///< places of a vector beyond its channels
 
-/// Positive Lloyd-Max levels of a unit Gaussian (Max 1960, table I), and the distortions.
-constexpr double kLevels1[] = {0.7979};
-constexpr double kLevels2[] = {0.4528, 1.5104};
-constexpr double kLevels3[] = {0.2451, 0.7560, 1.3439, 2.1520};
-constexpr double kLevels4[] = {0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.7326};
+/// Levels of 8 bits reach so far (Lloyd-Max levels of fewer bits: gaussian_levels.h).
 constexpr double kLargest8 = 4.0;
 
-std::span<const double> PositiveLevels(uint32_t bits) {
-  if (bits == 1) return kLevels1;
-  if (bits == 2) return kLevels2;
-  return bits == 3 ? std::span<const double>(kLevels3) : std::span<const double>(kLevels4);
-}
-
-double Largest(uint32_t bits) { return bits == 8 ? kLargest8 : PositiveLevels(bits).back(); }
+double Largest(uint32_t bits) { return bits == 8 ? kLargest8 : GaussianLevels(bits).back(); }
 
 double Distortion(uint32_t bits) {
   switch (bits) {
@@ -56,7 +47,7 @@ double Distortion(uint32_t bits) {
 
 void FillLevels(uint32_t bits, uint8_t* levels) {
   if (bits == 8) return;
-  const std::span<const double> positive = PositiveLevels(bits);
+  const std::span<const double> positive = GaussianLevels(bits);
   const size_t half = positive.size();
   for (size_t i = 0; i < half; ++i) {
     const int level = static_cast<int>(std::lround(positive[i] / positive.back() * kCenter));

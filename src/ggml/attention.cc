@@ -113,6 +113,7 @@ kernels::AttentionShape CacheGroup::ShapeOf(const ggml_tensor* op, const LayerBi
   if (op->src[4]) shape.sinks = static_cast<const float*>(op->src[4]->data) + first_head;
   shape.rope = cache_->rope_table(cache_layer);
   shape.token = cache_->codec(cache_layer).token_codes();
+  shape.grid = cache_->codec(cache_layer).grid_codes();
   return shape;
 }
 

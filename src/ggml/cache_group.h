@@ -121,6 +121,7 @@ class CacheGroup {
   void DropCellsBeyond(uint32_t stream, uint32_t n_kv);
   void DropOverwritten();
   Status RouteDue(OmpPool& pool);
+  void WarnOfKeyBias();
   void BuildRowGroups();
   void NoteSeen(uint32_t stream_index);
   void AddWindows(SeqId seq, RowGroup& group) const;
@@ -153,6 +154,7 @@ class CacheGroup {
 
   // The current step.
   bool step_open_ = false;
+  bool warned_of_key_bias_ = false;
   bool grouped_ = false;            ///< row groups are built (needs the mask)
   std::vector<uint8_t> k_written_;  ///< per layer
   std::vector<TokenSpec> tokens_;

@@ -51,7 +51,9 @@ class SettingTest : public ::testing::TestWithParam<Setting> {
 
 TEST_P(SettingTest, PromptThenDecode) {
   Twin twin(SpecOf(GetParam()), GetParam().config);
-  const bool token = std::string(GetParam().config).find("codec=") != std::string::npos;
+  const std::string config = GetParam().config;
+  const bool token = config.find("codec=token") != std::string::npos ||
+                     config.find("codec=wf") != std::string::npos;
   const double rms = token ? kTokenRms : kRms;
   ASSERT_TRUE(twin.ours.ok());
   ExpectHeld(RunHeld(twin, TokensOf(0, 0, 200)), "prompt");
@@ -86,6 +88,16 @@ INSTANTIATE_TEST_SUITE_P(
                       Setting{"token8", "preset=qevict,budget=50%,codec=token,bits=8,window=16"},
                       Setting{"wf2", "preset=qevict,budget=30%,codec=wf"},
                       Setting{"wf3perhead", "preset=qevict,budget=30%,codec=wf,bits=3,per_head=1"},
+                      Setting{"kivi3", "preset=qevict,budget=40%,bits=3"},
+                      Setting{"kivipost", "preset=pack,budget=90%,codec=kivi_post,window=32"},
+                      Setting{"clip", "preset=pack,budget=90%,codec=kivi_clip"},
+                      Setting{"bytes", "preset=qevict,budget=30%,codec=byte_grid"},
+                      Setting{"kvquant", "preset=qevict,budget=40%,codec=kvquant,window=32"},
+                      Setting{"zipcache", "preset=pack,budget=90%,codec=zipcache,bits=4"},
+                      Setting{"ott", "preset=qevict,budget=40%,codec=ott,window=32"},
+                      Setting{"nqkv", "preset=pack,budget=90%,codec=nqkv,bits=4"},
+                      Setting{"hqe1", "preset=qevict,budget=50%,codec=hqe,bits=1,window=32"},
+                      Setting{"hadamard", "preset=qevict,budget=30%,codec=hadamard,bits=3"},
                       Setting{"w4", "preset=qevict,budget=40%,window=4"},
                       Setting{"w16", "preset=qevict,budget=30%,window=16"},
                       Setting{"w32", "preset=qevict,budget=40%,window=32,interval=8"}),
@@ -101,6 +113,9 @@ INSTANTIATE_TEST_SUITE_P(
         Setting{"wfnorope", "preset=qevict,budget=30%,codec=wf", kNoRope},
         Setting{"wfd80", "preset=qevict,budget=30%,codec=wf,bits=2.25", GGML_ROPE_TYPE_NEOX,
                 GGML_TYPE_BF16, 80, 1},
+        Setting{"kvquantd80", "preset=qevict,budget=40%,codec=kvquant,bits=3",
+                GGML_ROPE_TYPE_NORMAL, GGML_TYPE_BF16, 80, 1},
+        Setting{"hadamardnorope", "preset=qevict,budget=30%,codec=hadamard", kNoRope},
         Setting{"d80", "preset=qevict,budget=30%", GGML_ROPE_TYPE_NEOX, GGML_TYPE_F16, 80, 1},
         Setting{"d128", "preset=qevict,budget=30%", GGML_ROPE_TYPE_NEOX, GGML_TYPE_F16, 128, 7}),
     [](const ::testing::TestParamInfo<Setting>& s) { return s.param.name; });
@@ -128,7 +143,7 @@ TEST_P(LineageTest, CodesAreUnrotatedKeys) {
   std::vector<kernels::WindowRef> refs;
   std::vector<WindowId> ids;
   cache.View(0, cache.Sequences(0)[0], refs, ids);
-  size_t head_bytes[4], n_packed = 0;
+  size_t head_bytes[kernels::kWindowFormats], n_packed = 0;
   cache.HeadBytes(0, head_bytes);
   const codecs::KiviAxisLayout at = codecs::LayoutKiviAxis(2, 8, 64, 64);
   std::vector<float> k(8 * 64);

@@ -239,8 +239,20 @@ Status CacheGroup::RouteDue(OmpPool& pool) {
     const ScopedTimer timer(timers_.route_ns);
     const uint32_t reserve = std::max(entry.rows, config_.EffectiveInterval());
     QEVICT_RETURN_IF_ERROR(cache_->RouteAll(entry.seq, reserve, pool));
+    WarnOfKeyBias();
   }
   return {};
+}
+
+/// A codec that has no place for a key bias answers, but nonsense.
+void CacheGroup::WarnOfKeyBias() {
+  constexpr float kMost = 8.0f;  // standard deviations; see docs/codecs.md
+  if (warned_of_key_bias_ || cache_->key_bias() <= kMost) return;
+  warned_of_key_bias_ = true;
+  LogWarn("this model adds a bias of up to " +
+          std::to_string(static_cast<int>(cache_->key_bias())) +
+          " standard deviations to all keys, and codec=" + CodecName(config_.codec) +
+          " has no place for it: output will be poor. Use codec=wf or codec=kivi");
 }
 
 Status CacheGroup::BoundedRoute(const LayerBinding& layer, OmpPool& pool) {
@@ -250,6 +262,7 @@ Status CacheGroup::BoundedRoute(const LayerBinding& layer, OmpPool& pool) {
       if (!cache_->NeedsBoundedRoute(cache_layer, entry.seq)) continue;
       const ScopedTimer timer(timers_.route_ns);
       QEVICT_RETURN_IF_ERROR(cache_->Route(cache_layer, entry.seq, entry.rows, pool));
+      WarnOfKeyBias();
     }
   }
   return {};

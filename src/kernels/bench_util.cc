@@ -7,13 +7,15 @@
 namespace qevict::kernels {
 
 const char* FormatsName(Formats formats) {
-  constexpr const char* kNames[] = {"full", "packed2", "packed4", "token", "mixed"};
+  constexpr const char* kNames[] = {"full", "packed2", "packed4", "token", "grid", "mixed"};
   return kNames[static_cast<int>(formats)];
 }
 
 ProblemParams LayerParams(const LayerShape& s, Formats formats, uint32_t rows, uint32_t n_tokens) {
   ProblemParams p;
   p.n_kv_heads = s.n_kv_heads;
+  p.grid_k.before_rope = true;  // keys per channel, values per token
+  p.grid_v.axis = GridAxis::kToken;
   p.n_gqa = s.n_gqa;
   p.head_dim = p.head_dim_v = p.rope.n_dims = s.head_dim;
   p.rope.pairing = s.pairing;

@@ -13,9 +13,9 @@ struct LayerShape {
   uint32_t n_kv_heads, n_gqa, head_dim;
   RopePairing pairing = RopePairing::kHalves;
 };
-inline constexpr Formats kAllFormats[] = {Formats::kFull, Formats::kPacked2, Formats::kPacked4,
-                                          Formats::kToken, Formats::kMixed};
-/// "full", "packed2", "packed4", "token" (of 2 bits), "mixed".
+inline constexpr Formats kAllFormats[] = {Formats::kFull,  Formats::kPacked2, Formats::kPacked4,
+                                          Formats::kToken, Formats::kGrid,    Formats::kMixed};
+/// "full", "packed2", "packed4", "token" and "grid" (of 2 bits), "mixed".
 const char* FormatsName(Formats formats);
 
 /// `rows` query rows at the end of `n_tokens` tokens (whole windows), causal, masses on.

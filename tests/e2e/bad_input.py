@@ -34,7 +34,7 @@ CONFIGURATIONS = [
     ("q above 1", "q=1.5", r"q=1.5 is not legal"),
     ("q below 0", "q=-0.1", r"q=-0.1 is not legal"),
     ("q not a number", "q=nan", r"q=nan is not legal"),
-    ("3 bits", "bits=3", r"bits=3 is not legal"),
+    ("2.5 bits", "bits=2.5", r"bits=2.5 is not legal"),
     ("unknown promotion", "promotion=maybe", r"promotion=maybe is not legal"),
     ("unknown prefill", "prefill=never", r"prefill=never is not legal"),
     ("unknown preset", "preset=best", r"preset=best is not legal"),

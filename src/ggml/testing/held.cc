@@ -62,7 +62,7 @@ HeldRows ReadHeld(Engine& engine, uint32_t layer, uint32_t stream, uint32_t part
   held.rows.k.resize(size_t{n_cells} * shape.n_kv_heads * d);
   held.rows.v.resize(size_t{n_cells} * shape.n_kv_heads * dv);
   held.window.assign(n_cells, kNone);
-  size_t head_bytes[4];
+  size_t head_bytes[kernels::kWindowFormats];
   cache.HeadBytes(il, head_bytes);
   std::vector<float> k(size_t{config.window} * d), v(size_t{config.window} * dv);
   for (const SeqId seq : cache.Sequences(stream)) {

@@ -1,0 +1,22 @@
+// Format hqe (HqeKV, Findings of ACL 2026; policies.md 5.3): keys after RoPE, one grid per channel
+// over the window (the paper's blocks are 32 tokens: window=32), values one grid per token and 32
+// channels.
+//
+//   8, 4, 2 bits   the asymmetric uniform code of kivi_grid.h
+//   1 bit          "normal" code: zero = mean, scale = unbiased standard deviation,
+//                  code = x > mean, value = mean +- 0.6744898 scale
+//
+// A downgrade decodes and encodes again; 8 -> 4 -> 2 is nested but for the rounding of grids.
+// Bytes per token: (D + Dv) b / 8, 4 D / W and 4 Dv / 32.
+#pragma once
+
+#include "codecs/grid_codec.h"
+
+namespace qevict::codecs {
+
+GridHead Hqe(uint32_t bits, const RowShape& shape);
+/// The normal code of 1 or 2 bits for any group: levels and borders are quantiles of the unit
+/// Gaussian.
+void SetNormalCode(uint32_t bits, GridSpec& spec);
+
+}  // namespace qevict::codecs
