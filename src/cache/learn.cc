@@ -1,9 +1,10 @@
-// Codecs that are made of a layer's own rows (wf): when a layer without packed windows packs its
-// first ones, statistics are taken from what it holds in full precision, and stay as they are
-// until it has no packed window again.
+// Codecs that are made of a layer's own rows (wf and others): when a layer without packed windows
+// packs its first ones, statistics are taken from what it holds in full precision, and stay as they
+// are until it has no packed window again.
 #include <cmath>
 
 #include "cache/kv_cache_impl.h"
+#include "codecs/water_fill.h"
 
 namespace qevict {
 namespace {
@@ -14,27 +15,23 @@ constexpr size_t kMaxTokens = 2048;
 /// KvCache::key_bias of one layer.
 class KeyBias final : public codecs::CodecLearner {
  public:
-  explicit KeyBias(const LayerShape& shape)
-      : dim_(shape.head_dim), sum_(shape.n_kv_heads * size_t{dim_}), square_(sum_.size()) {}
+  explicit KeyBias(const LayerShape& shape) : dim_(shape.head_dim), stats_(shape.n_kv_heads) {}
 
   void Add(uint32_t kv_head, const float* k_before_rope, const float*, const float*) override {
-    n_ += kv_head == 0;
-    for (uint32_t c = 0; c < dim_; ++c) {
-      const double x = std::isfinite(k_before_rope[c]) ? double{k_before_rope[c]} : 0.0;
-      sum_[kv_head * size_t{dim_} + c] += x;
-      square_[kv_head * size_t{dim_} + c] += x * x;
-    }
+    stats_[kv_head].AddKey(k_before_rope, dim_);
+    ++stats_[kv_head].n;
   }
   std::shared_ptr<const codecs::Codec> Make(std::span<const double>) override { return nullptr; }
 
   float Largest() const {
     double largest = 0.0;
-    for (size_t first = 0; first < sum_.size() && n_ != 0; first += dim_) {
+    for (const codecs::WaterFillStats& s : stats_) {
+      const auto n = static_cast<double>(s.n);
       double mean = 0.0, variance = 0.0;
-      for (size_t i = first; i < first + dim_; ++i) {
-        const double m = sum_[i] / n_;
+      for (size_t c = 0; c < s.k_sum.size(); ++c) {
+        const double m = s.k_sum[c] / n;
         mean = std::max(mean, std::abs(m));
-        variance += std::max(square_[i] / n_ - m * m, 0.0) / dim_;
+        variance += std::max(s.k_square[c] / n - m * m, 0.0) / dim_;
       }
       if (variance > 0.0) largest = std::max(largest, mean / std::sqrt(variance));
     }
@@ -43,8 +40,7 @@ class KeyBias final : public codecs::CodecLearner {
 
  private:
   uint32_t dim_;
-  double n_ = 0;
-  std::vector<double> sum_, square_;
+  std::vector<codecs::WaterFillStats> stats_;  // [n_kv_heads]
 };
 
 }  // namespace
@@ -62,8 +58,8 @@ void KvCache::Impl::Relearn() {
     layer.codec = pools[layer.pools].codec;
     layer.learned = false;
     layer.query_energy.clear();
-    key_bias = 0.0f;
   }
+  key_bias = 0.0f;
 }
 
 /// Shows the learner what the layer holds in full precision, evenly thinned to kMaxTokens.
@@ -103,8 +99,7 @@ void KvCache::Impl::Teach(uint32_t il, codecs::CodecLearner& learner) const {
 void KvCache::Impl::LearnCodec(uint32_t il) {
   LayerState& layer = layers[il];
   const ShapePools& p = PoolsOf(il);
-  const auto learner = codecs::MakeLearner(config, RowsOf(p.shape), layer.rope);
-  if (learner == nullptr) {
+  if (!codecs::Learns(config)) {
     if (layer.learned || !codecs::IgnoresKeyMean(config)) return;
     KeyBias bias(p.shape);
     Teach(il, bias);
@@ -114,6 +109,7 @@ void KvCache::Impl::LearnCodec(uint32_t il) {
   }
   const auto holds = [il](const SlotOwner& owner) { return owner.layer == il; };
   if (layer.learned && std::any_of(p.packed.owners.begin(), p.packed.owners.end(), holds)) return;
+  const auto learner = codecs::MakeLearner(config, RowsOf(p.shape), layer.rope);
   Teach(il, *learner);
   layer.codec = learner->Make(layer.query_energy);
   layer.learned = true;

@@ -172,7 +172,7 @@ class Part {
 
   /// qevict-reference 3.3: bytes times an f16 unit that 32 channels share.
   void StoreByteGrids(uint8_t* block) {
-    const uint32_t n_units = (dim_ + kByteGridShare - 1) / kByteGridShare;
+    const uint32_t n_units = kernels::ByteGridUnits(dim_);
     for (uint32_t u = 0; u < n_units; ++u) {
       const uint32_t begin = u * kByteGridShare, end = std::min(begin + kByteGridShare, dim_);
       float scale = 0.0f, zero = 0.0f;
@@ -204,7 +204,7 @@ class Part {
 
   void LoadGrids(const uint8_t* block) {
     grids_.resize(n_);
-    const uint32_t n_units = (dim_ + kByteGridShare - 1) / kByteGridShare;
+    const uint32_t n_units = kernels::ByteGridUnits(dim_);
     for (uint32_t i = 0; i < n_; ++i) {
       if (g_.bytes) {
         const uint32_t u = i / kByteGridShare;
@@ -281,7 +281,10 @@ class Part {
     }
   }
 
-  void HadamardInverse(float* x) const;
+  void HadamardInverse(float* x) const {
+    kernels::WalshHadamard(dim_, x);
+    for (uint32_t c = 0; c < dim_; ++c) x[c] *= g_.sign[c];
+  }
 
   const GridSpec& spec_;
   const GridVector& g_;
@@ -291,25 +294,6 @@ class Part {
   const uint32_t n_;
   std::vector<GridFit> grids_;
 };
-
-/// In place, blocks of n channels, not normalised.
-void WalshHadamard(uint32_t dim, float* x) {
-  const uint32_t n = kernels::HadamardBlock(dim);
-  for (uint32_t half = 1; half < n; half *= 2) {
-    for (uint32_t c = 0; c < dim; c += 2 * half) {
-      for (uint32_t i = c; i < c + half; ++i) {
-        const float a = x[i], b = x[i + half];
-        x[i] = a + b;
-        x[i + half] = a - b;
-      }
-    }
-  }
-}
-
-void Part::HadamardInverse(float* x) const {
-  WalshHadamard(dim_, x);
-  for (uint32_t c = 0; c < dim_; ++c) x[c] *= g_.sign[c];
-}
 
 }  // namespace
 
@@ -328,7 +312,7 @@ std::vector<float> HadamardSigns(uint32_t dim) {
 
 void HadamardForward(const float* sign, uint32_t dim, float* x) {
   for (uint32_t c = 0; c < dim; ++c) x[c] *= sign[c];
-  WalshHadamard(dim, x);
+  kernels::WalshHadamard(dim, x);
 }
 
 std::vector<GridHead> SameHeads(const RowShape& shape, const GridHead& head) {

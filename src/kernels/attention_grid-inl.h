@@ -64,7 +64,7 @@ struct WideGrid {
   float* scale;
   float* zero;
 
-  /// scratch: 2 * GridFloats of the shape.
+  /// scratch: Scratch::grid.
   WideGrid(const GridVector& g, const uint8_t* block, uint32_t window, uint32_t dim,
            float* scratch) {
     const uint32_t n = GridCount(g, window, dim);
@@ -86,7 +86,7 @@ struct WideGrid {
 
  private:
   void WidenBytes(const uint8_t* block, const GridLayout& at, uint32_t dim) {
-    const uint32_t n_units = (dim + kByteGridShare - 1) / kByteGridShare;
+    const uint32_t n_units = ByteGridUnits(dim);
     for (uint32_t i = 0; i < n_units; ++i) {
       const float unit = HalfToFloat<S>(block + at.units + 2 * i),
                   zero_unit = HalfToFloat<S>(block + at.units + 2 * (n_units + i));
@@ -169,16 +169,7 @@ void HadamardColumns(const float* sign, uint32_t dim, float* x, size_t stride) {
 
 /// In place: one row.
 static inline void HadamardRow(const float* sign, uint32_t dim, float* x) {
-  const uint32_t n = HadamardBlock(dim);
-  for (uint32_t half = 1; half < n; half *= 2) {
-    for (uint32_t c = 0; c < dim; c += 2 * half) {
-      for (uint32_t i = c; i < c + half; ++i) {
-        const float a = x[i], b = x[i + half];
-        x[i] = a + b;
-        x[i + half] = a - b;
-      }
-    }
-  }
+  WalshHadamard(dim, x);
   for (uint32_t c = 0; c < dim; ++c) x[c] *= sign[c];
 }
 

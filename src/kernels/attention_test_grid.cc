@@ -1,7 +1,6 @@
 // Random grid codes (grid_code.h) of a Problem.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "base/half.h"
 #include "kernels/attention_test_util.h"
@@ -10,10 +9,6 @@ namespace qevict::kernels {
 namespace {
 
 constexpr uint32_t kPadding = 16;  // floats that may be read past an array
-
-void Write16(std::vector<uint8_t>& block, size_t offset, uint16_t value) {
-  std::memcpy(&block[offset], &value, 2);
-}
 
 }  // namespace
 

@@ -15,11 +15,11 @@ namespace {
 
 constexpr double kEpsilon = 0x1p-24;
 
-void Write16(std::vector<uint8_t>& block, size_t offset, uint16_t value) {
+}  // namespace
+
+void Problem::Write16(std::vector<uint8_t>& block, size_t offset, uint16_t value) {
   std::memcpy(&block[offset], &value, 2);
 }
-
-}  // namespace
 
 std::vector<Isa> AllIsas() {
   std::vector<Isa> isas;

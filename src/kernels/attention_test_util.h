@@ -100,6 +100,7 @@ class Problem {
   VectorCode MakeVectorCode(uint32_t dim, const std::vector<TokenSegment>& segments, bool is_k);
   void FillTokens(size_t window, uint32_t kv_head);
   void MakeGridCodes();
+  static void Write16(std::vector<uint8_t>& block, size_t offset, uint16_t value);
   GridVector MakeGridVector(const GridParams& p, uint32_t dim);
   const float* GridArray(uint32_t n, float mean, float spread);
   void FillGrid(size_t window, uint32_t kv_head);

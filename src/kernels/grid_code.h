@@ -53,11 +53,30 @@ struct GridCode {
   GridVector k, v;
 };
 
-inline constexpr uint16_t kNoExact = 0xFFFF;
 inline constexpr uint32_t kByteGridShare = 32;  ///< channels that share the units of byte grids
 
 /// Channels that a Hadamard transform mixes: the largest power of two that divides dim.
-constexpr uint32_t HadamardBlock(uint32_t dim) { return dim & (~dim + 1); }
+[[gnu::always_inline]] constexpr uint32_t HadamardBlock(uint32_t dim) { return dim & (~dim + 1); }
+
+/// Units of one kind that a byte grid has.
+[[gnu::always_inline]] constexpr uint32_t ByteGridUnits(uint32_t dim) {
+  return (dim + kByteGridShare - 1) / kByteGridShare;
+}
+
+/// The transform of x [dim] in place, without signs and norm. Inlined for sure: units of several
+/// instruction sets include this.
+[[gnu::always_inline]] inline void WalshHadamard(uint32_t dim, float* x) {
+  const uint32_t n = HadamardBlock(dim);
+  for (uint32_t half = 1; half < n; half *= 2) {
+    for (uint32_t c = 0; c < dim; c += 2 * half) {
+      for (uint32_t i = c; i < c + half; ++i) {
+        const float a = x[i], b = x[i + half];
+        x[i] = a + b;
+        x[i + half] = a - b;
+      }
+    }
+  }
+}
 
 /// Byte offsets of the parts of a window's keys (or values) of one kv head; codes begin at 0.
 struct GridLayout {
@@ -77,7 +96,7 @@ struct GridLayout {
   GridLayout at{};
   const size_t n = GridCount(g, window, dim);
   at.units = size_t{window} * dim * g.bits / 8;
-  at.scale = at.units + (g.bytes ? 4 * ((dim + kByteGridShare - 1) / kByteGridShare) : 0);
+  at.scale = at.units + (g.bytes ? size_t{4} * ByteGridUnits(dim) : 0);
   at.zero = at.scale + (g.bytes ? n : 2 * n);
   at.exact = at.zero + (g.bytes ? n : g.has_zero ? 2 * n : 0);
   at.exact_tokens = at.exact + size_t{4} * g.n_exact;

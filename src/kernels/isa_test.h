@@ -8,6 +8,7 @@
 
 #include "base/parallel.h"
 #include "kernels/attention.h"
+#include "kernels/attention_test_util.h"
 
 namespace qevict::kernels {
 
@@ -18,6 +19,13 @@ class IsaTest : public testing::TestWithParam<Isa> {
     ASSERT_TRUE(ForceIsa(GetParam()));
   }
   void TearDown() override { ForceIsa(before_); }
+
+  /// The kernels of the instruction set agree with the double-precision reference.
+  void Check(const ProblemParams& params) {
+    Problem problem(params);
+    problem.Run(*pool_, workspace_);
+    ASSERT_EQ(problem.Compare(), "") << params.Name();
+  }
 
   std::unique_ptr<ParallelFor> pool_ = MakeSerial();
   Workspace workspace_;

@@ -131,7 +131,7 @@ void DecodeGrid(const GridVector& g, const uint8_t* block, uint32_t window, uint
   const auto half = [block](size_t offset, size_t i) {
     return ReadElem(block + offset, i, Elem::kF16);
   };
-  const uint32_t n_units = (dim + kByteGridShare - 1) / kByteGridShare;
+  const uint32_t n_units = ByteGridUnits(dim);
   for (uint32_t c = 0; c < dim; ++c) {
     const size_t index =
         is_k ? (size_t{token / 8} * dim + c) * 8 + token % 8 : size_t{token} * dim + c;
