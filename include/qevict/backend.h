@@ -78,6 +78,13 @@ QEVICT_API int qevict_get_stats(uint64_t session, struct qevict_stats* stats);
 QEVICT_API int qevict_get_layer(uint64_t session, uint32_t cache, uint32_t layer, uint32_t* births,
                                 uint8_t* tiers, float* scores, uint32_t capacity);
 
+/* Writes the statistics that codec=wf is made of (src/codecs/statistics.h) to a file: of what the
+ * session's caches hold in full precision, at most `max_tokens` tokens of each layer, and of the
+ * queries so far (which the session notes if its codec is wf). model_hash names the model in the
+ * file. */
+QEVICT_API int qevict_save_statistics(uint64_t session, const char* path, uint64_t model_hash,
+                                      uint32_t max_tokens);
+
 QEVICT_API const char* qevict_version(void);
 QEVICT_API const char* qevict_last_error(void);
 

@@ -38,7 +38,8 @@ struct RopeParams;
 enum class Elem : uint8_t;
 namespace codecs {
 class Codec;
-}
+struct WaterFillStats;
+}  // namespace codecs
 namespace kernels {
 struct WindowRef;
 class RopeTable;
@@ -54,6 +55,7 @@ struct LayerShape {
   uint32_t head_dim;    ///< D of K, multiple of 8
   uint32_t head_dim_v;  ///< D of V, multiple of 8
   Elem elem_k, elem_v;
+  LayerBits bits = {};  ///< of packed windows, see BitsOfLayer
 };
 
 /// What to append: one token. Tokens of one step share the same list for every layer.
@@ -170,11 +172,20 @@ class KvCache {
   void AddMass(uint32_t il, std::span<const WindowId> ids, const float* mass, size_t head_stride,
                uint32_t n_heads, uint32_t n_queries);
 
-  /// Energy of queries for codecs that learn from it: sums of squares [n_kv_heads][head_dim] over
-  /// query rows and the query heads of each kv head. Ignored once the layer's codec is made.
-  void AddQueryEnergy(uint32_t il, const float* squares);
+  /// Energy of queries for codecs that learn from it: sums of (scale * q)^2, [n_kv_heads][head_dim],
+  /// over `n_queries` (query rows times the query heads of a kv head). Ignored once the layer's
+  /// codec is made.
+  void AddQueryEnergy(uint32_t il, const float* squares, uint64_t n_queries);
   /// True while AddQueryEnergy is of use.
   bool WantsQueryEnergy(uint32_t il) const;
+
+  /// What the codec of a layer that learns (wf) is made of instead of the layer's own rows; call
+  /// before the layer packs its first window. stats: [n_kv_heads], copied, and charged to the
+  /// budget. Errors: kInvalidArgument if they are of another shape.
+  Status SetCodecStatistics(uint32_t il, std::span<const codecs::WaterFillStats> stats);
+  /// The same statistics of what the layer holds in full precision (thinned to `max_tokens`) and of
+  /// the queries seen; [n_kv_heads].
+  std::vector<codecs::WaterFillStats> CodecStatistics(uint32_t il, size_t max_tokens) const;
 
   /// The largest static mean of a key channel before RoPE, over the standard deviation of its kv
   /// head's channels around their means: what a key bias adds to every key. Measured when a layer

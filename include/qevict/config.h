@@ -30,6 +30,7 @@ enum class CodecId : uint8_t {
   kNqkv,      ///< NormalFloat of 4 bits
   kHqe,       ///< HqeKV's: kivi_post, and a normal code of 1 bit
   kHadamard,  ///< rotated per token, Lloyd-Max levels, static mean
+  kKvTuner,   ///< KVTuner's: bits per layer, keys and values apart
 };
 /// What a promotion does with a packed window that ranks as full precision.
 enum class Promotion : uint8_t {
@@ -71,6 +72,11 @@ struct Config {
   CodecId codec = CodecId::kKiviAxis;
   uint32_t bits = 2;          ///< of packed codes: 1, 2, 3, 4 or 8 (wf, hadamard, kvquant: 1 to 4)
   uint32_t quarter_bits = 0;  ///< wf: quarters of a bit more, 0...3 (average of K and V)
+  /// kvtuner and wf: bits of keys and values by the model's layers, such as `*:4/2;0:8/8;1-3:4/4`
+  /// (later items win); layers that it does not name, and an empty text: `bits` for both.
+  std::string layer_bits;
+  /// wf: file of `qevict calibrate codec` whose statistics are used instead of the prompt's.
+  std::string statistics;
   Promotion promotion = Promotion::kCodes;
   Prefill prefill = Prefill::kAuto;
   LocalMode local_mode = LocalMode::kAligned;
@@ -97,8 +103,16 @@ struct Config {
   }
 };
 
+/// Quarters of a bit per number of a layer's packed keys and values; 0: Config::bits.
+struct LayerBits {
+  uint8_t k = 0, v = 0;
+  bool operator==(const LayerBits&) const = default;
+};
+/// What Config::layer_bits says of a layer of the model.
+LayerBits BitsOfLayer(const Config& config, uint32_t model_layer);
+
 /// Parses the text form on top of the defaults (or of `base`).
-/// Keys: preset budget budget_tokens sinks recents window interval q codec bits promotion prefill
+/// Keys: preset budget budget_tokens sinks recents window interval q codec bits layer_bits statistics promotion prefill
 /// local_mode charge_dormant fill_slack per_head scores init_rows first_event score ema_lambda
 /// p_norm key_norm_sign check. `budget`: `20%`, `0.2`, or bytes with unit (`512MiB`, `2GiB`,
 /// `1000000B`, `64KiB`). `recents`: tokens or `25%`. `q`: 0...1. Errors: kInvalidArgument naming

@@ -4,11 +4,11 @@
 #include "qevict/config.h"
 
 #include <array>
-#include <cstdio>
 #include <optional>
 #include <span>
 
 #include "base/config_keys.h"
+#include "base/file.h"
 
 namespace qevict {
 
@@ -95,17 +95,6 @@ Status ApplyItem(std::string_view item, std::span<bool> seen, Config& config) {
 }
 
 constexpr size_t kMaxFileBytes = size_t{1} << 20;
-
-std::optional<std::string> ReadFile(const std::string& path, size_t max_bytes) {
-  std::FILE* file = std::fopen(path.c_str(), "rbe");
-  if (file == nullptr) return std::nullopt;
-  std::string contents(max_bytes + 1, '\0');
-  contents.resize(std::fread(contents.data(), 1, contents.size(), file));
-  const bool ok = std::ferror(file) == 0;
-  std::fclose(file);
-  if (!ok) return std::nullopt;  // a folder, for instance
-  return contents;
-}
 
 }  // namespace
 

@@ -52,7 +52,8 @@ constexpr std::string_view kPresetNames[] = {"full", "streaming", "qevict", "pac
 constexpr std::string_view kPromotionNames[] = {"codes", "pinned", "none"};
 constexpr std::string_view kCodecNames[] = {"kivi",      "token",     "wf",      "kivi_clip",
                                             "kivi_post", "byte_grid", "kvquant", "zipcache",
-                                            "ott",       "nqkv",      "hqe",     "hadamard"};
+                                            "ott",       "nqkv",      "hqe",     "hadamard",
+                                            "kvtuner"};
 constexpr std::string_view kPrefillNames[] = {"auto", "full", "bounded"};
 constexpr std::string_view kScoreNames[] = {"cumulative", "ema", "p_norm", "key_norm"};
 constexpr std::string_view kLocalModeNames[] = {"aligned", "windows"};
@@ -238,6 +239,26 @@ bool BitsAreValid(const Config& config) {
   const uint32_t b = config.bits;
   return (b >= 1 && b <= 4) || b == 8;
 }
+
+bool ReadLayerBits(std::string_view text, Config& config) {
+  config.layer_bits = text;
+  return true;
+}
+
+std::string WriteLayerBits(const Config& config) { return config.layer_bits; }
+
+bool ReadStatistics(std::string_view text, Config& config) {
+  config.statistics = text;
+  return true;
+}
+
+std::string WriteStatistics(const Config& config) { return config.statistics; }
+
+bool StatisticsAreValid(const Config& config) {
+  return config.statistics.size() <= 4096 &&
+         config.statistics.find_first_of(",#\n") == std::string::npos;
+}
+
 bool LambdaIsValid(const Config& config) {
   return config.ema_lambda > 0.0 && config.ema_lambda < 1.0;
 }
@@ -247,8 +268,8 @@ bool SignIsValid(const Config& config) {
 }
 
 constexpr char kCodecLegal[] =
-    "kivi, token, wf, kivi_clip, kivi_post, byte_grid, kvquant, zipcache, ott, nqkv, hqe or "
-    "hadamard";
+    "kivi, token, wf, kivi_clip, kivi_post, byte_grid, kvquant, zipcache, ott, nqkv, hqe, "
+    "hadamard or kvtuner";
 
 // ---- The table, in the order of the canonical text (preset first: it sets other keys). ----
 
@@ -278,6 +299,12 @@ constexpr ConfigKey kKeys[] = {
      WriteName<&Config::codec, kCodecNames>, IsNamed<&Config::codec, kCodecNames>},
     {"bits", "1, 2, 3, 4 or 8, or with codec=wf 1 to 4 in steps of 0.25", ReadBits, WriteBits,
      BitsAreValid},
+    {"layer_bits",
+     "LAYERS:K/V items such as *:4/2;0:8/8;1-3:4/4, bits 1, 2, 3, 4 or 8, or with codec=wf 0.25 "
+     "to 8 in steps of 0.25",
+     ReadLayerBits, WriteLayerBits, LayerBitsAreValid},
+    {"statistics", "the path of a file, without commas or #, at most 4096 characters",
+     ReadStatistics, WriteStatistics, StatisticsAreValid},
     {"promotion", "codes, pinned or none", ReadName<&Config::promotion, kPromotionNames>,
      WriteName<&Config::promotion, kPromotionNames>, IsNamed<&Config::promotion, kPromotionNames>},
     {"prefill", "auto, full or bounded", ReadName<&Config::prefill, kPrefillNames>,
@@ -341,6 +368,18 @@ Status CheckCodec(const Config& config) {
       break;
     default:
       if (!whole) return refuse("bits", bits, "1, 2, 3, 4 or 8");
+  }
+  if (config.codec != CodecId::kKvTuner && config.codec != CodecId::kWaterFill &&
+      !config.layer_bits.empty()) {
+    return refuse("layer_bits", config.layer_bits, "none");
+  }
+  if (!LayerBitsFit(config)) {
+    return refuse("layer_bits", config.layer_bits,
+                  config.codec == CodecId::kWaterFill ? "bits of 0.25 to 8 in steps of 0.25"
+                                                      : "bits 1, 2, 3, 4 or 8");
+  }
+  if (config.codec != CodecId::kWaterFill && !config.statistics.empty()) {
+    return refuse("statistics", config.statistics, "none");
   }
   const bool any_window =
       config.codec == CodecId::kKiviAxis && (config.bits == 2 || config.bits == 4);

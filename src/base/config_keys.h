@@ -21,6 +21,11 @@ struct ConfigKey {
 
 /// In the order of the canonical text (preset first: it sets other keys).
 std::span<const ConfigKey> ConfigKeys();
+/// Characters of Config::layer_bits, at most.
+inline constexpr size_t kMaxLayerBitsText = 4096;
+bool LayerBitsAreValid(const Config& config);
+/// Whether the codec has these bits.
+bool LayerBitsFit(const Config& config);
 /// Errors: kInvalidArgument for bits and windows that the codec does not have.
 Status CheckCodec(const Config& config);
 /// Concatenation, so that a message reads as the list of its parts.

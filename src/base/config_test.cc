@@ -186,7 +186,7 @@ TEST(ConfigTest, BadInputIsNamed) {
       {"codec=zip",
        {"codec", "zip",
         "kivi, token, wf, kivi_clip, kivi_post, byte_grid, kvquant, zipcache, ott, "
-        "nqkv, hqe or hadamard"}},
+        "nqkv, hqe, hadamard or kvtuner"}},
       {"bits=int2", {"bits", "int2", "1, 2, 3, 4 or 8"}},
       {"promotion=exact", {"promotion", "exact", "codes, pinned or none"}},
       {"prefill=never", {"prefill", "never", "auto, full or bounded"}},

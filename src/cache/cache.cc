@@ -268,13 +268,13 @@ void KvCache::HeadBytes(uint32_t il, size_t* head_bytes) const {
 
 const codecs::Codec& KvCache::codec(uint32_t il) const { return *impl_->layers[il].codec; }
 
-void KvCache::AddQueryEnergy(uint32_t il, const float* squares) {
-  if (WantsQueryEnergy(il)) impl_->AddQueryEnergy(il, squares);
+void KvCache::AddQueryEnergy(uint32_t il, const float* squares, uint64_t n_queries) {
+  if (WantsQueryEnergy(il)) impl_->AddQueryEnergy(il, squares, n_queries);
 }
 
 bool KvCache::WantsQueryEnergy(uint32_t il) const {
   return il < impl_->layers.size() && codecs::WantsQueryEnergy(impl_->config) &&
-         !impl_->layers[il].learned;
+         !impl_->layers[il].learned && impl_->layers[il].statistics.empty();
 }
 
 float KvCache::key_bias() const { return impl_->key_bias; }

@@ -28,6 +28,7 @@
 #include "cache/convert.h"
 #include "cache/row_format.h"
 #include "codecs/codec.h"
+#include "codecs/water_fill.h"
 #include "kernels/attention.h"
 #include "kernels/rope_table.h"
 #include "qevict/cache.h"
@@ -151,8 +152,10 @@ struct LayerState {
   uint32_t rope_table = kNone;
   uint64_t f16_token_bytes = 0;
   std::shared_ptr<const codecs::Codec> codec;
-  std::vector<double> query_energy;  // [n_kv_heads][head_dim], for codecs that learn
+  uint64_t n_queries = 0;
+  std::vector<float> query_energy;  // sums over n_queries,  // [n_kv_heads][head_dim], for codecs that learn
   bool learned = false;              // the layer's rows have been looked at
+  std::vector<codecs::WaterFillStats> statistics;  // given from outside, or none
 };
 
 /// One layer of one sequence.
@@ -400,10 +403,11 @@ struct KvCache::Impl {
   void NoteCodes(uint32_t il, const UnitRecord& u);
 
   // learn.cc
-  void AddQueryEnergy(uint32_t il, const float* squares);
+  void AddQueryEnergy(uint32_t il, const float* squares, uint64_t n_queries);
+  std::vector<float> MeanQueryEnergy(uint32_t il) const;
   void LearnCodec(uint32_t il);
   void Relearn();
-  void Teach(uint32_t il, codecs::CodecLearner& learner) const;
+  void Teach(uint32_t il, size_t max_tokens, codecs::CodecLearner& learner) const;
   float key_bias = 0.0f;  // KvCache::key_bias
   Status ShiftPositions(std::span<const int32_t> delta);
   void RotateLayer(uint32_t il, std::span<const int32_t> delta, ParallelFor& pool);
@@ -454,7 +458,7 @@ void StoreKeyRow(uint8_t* block, uint32_t window, uint32_t head_dim, uint32_t t,
 void LoadKeyRow(const uint8_t* block, uint32_t window, uint32_t head_dim, uint32_t t,
                 uint16_t* row);
 inline codecs::RowShape RowsOf(const LayerShape& s) {
-  return {s.n_kv_heads, s.head_dim, s.head_dim_v};
+  return {s.n_kv_heads, s.head_dim, s.head_dim_v, s.bits};
 }
 /// Layers of one shape share pools.
 bool SameShape(const LayerShape& a, const LayerShape& b);

@@ -1,10 +1,9 @@
 // Codecs that are made of a layer's own rows (wf and others): when a layer without packed windows
 // packs its first ones, statistics are taken from what it holds in full precision, and stay as they
 // are until it has no packed window again.
-#include <cmath>
+#include <algorithm>
 
 #include "cache/kv_cache_impl.h"
-#include "codecs/water_fill.h"
 
 namespace qevict {
 namespace {
@@ -12,44 +11,40 @@ namespace {
 /// Tokens that statistics are taken from; more say nothing new.
 constexpr size_t kMaxTokens = 2048;
 
-/// KvCache::key_bias of one layer.
-class KeyBias final : public codecs::CodecLearner {
+/// Sums of a layer's rows.
+class RowSums final : public codecs::CodecLearner {
  public:
-  explicit KeyBias(const LayerShape& shape) : dim_(shape.head_dim), stats_(shape.n_kv_heads) {}
+  explicit RowSums(const LayerShape& shape)
+      : dim_(shape.head_dim), dim_v_(shape.head_dim_v), stats_(shape.n_kv_heads) {}
 
-  void Add(uint32_t kv_head, const float* k_before_rope, const float*, const float*) override {
+  void Add(uint32_t kv_head, const float* k_before_rope, const float*, const float* v) override {
     stats_[kv_head].AddKey(k_before_rope, dim_);
-    ++stats_[kv_head].n;
+    stats_[kv_head].AddValue(v, dim_v_);
   }
-  std::shared_ptr<const codecs::Codec> Make(std::span<const double>) override { return nullptr; }
+  std::shared_ptr<const codecs::Codec> Make(std::span<const float>) override { return nullptr; }
 
-  float Largest() const {
-    double largest = 0.0;
-    for (const codecs::WaterFillStats& s : stats_) {
-      const auto n = static_cast<double>(s.n);
-      double mean = 0.0, variance = 0.0;
-      for (size_t c = 0; c < s.k_sum.size(); ++c) {
-        const double m = s.k_sum[c] / n;
-        mean = std::max(mean, std::abs(m));
-        variance += std::max(s.k_square[c] / n - m * m, 0.0) / dim_;
-      }
-      if (variance > 0.0) largest = std::max(largest, mean / std::sqrt(variance));
-    }
-    return static_cast<float>(largest);
-  }
+  std::vector<codecs::WaterFillStats>& stats() { return stats_; }
 
  private:
-  uint32_t dim_;
+  uint32_t dim_, dim_v_;
   std::vector<codecs::WaterFillStats> stats_;  // [n_kv_heads]
 };
 
 }  // namespace
 
-void KvCache::Impl::AddQueryEnergy(uint32_t il, const float* squares) {
+void KvCache::Impl::AddQueryEnergy(uint32_t il, const float* squares, uint64_t n_queries) {
   const LayerShape& shape = PoolsOf(il).shape;
-  std::vector<double>& energy = layers[il].query_energy;
+  std::vector<float>& energy = layers[il].query_energy;
   energy.resize(size_t{shape.n_kv_heads} * shape.head_dim);
-  for (size_t i = 0; i < energy.size(); ++i) energy[i] += static_cast<double>(squares[i]);
+  for (size_t i = 0; i < energy.size(); ++i) energy[i] += squares[i];
+  layers[il].n_queries += n_queries;
+}
+
+std::vector<float> KvCache::Impl::MeanQueryEnergy(uint32_t il) const {
+  std::vector<float> mean = layers[il].query_energy;
+  const auto n = static_cast<float>(std::max<uint64_t>(layers[il].n_queries, 1));
+  for (float& x : mean) x /= n;
+  return mean;
 }
 
 /// Everything is forgotten.
@@ -58,12 +53,13 @@ void KvCache::Impl::Relearn() {
     layer.codec = pools[layer.pools].codec;
     layer.learned = false;
     layer.query_energy.clear();
+    layer.n_queries = 0;
   }
   key_bias = 0.0f;
 }
 
-/// Shows the learner what the layer holds in full precision, evenly thinned to kMaxTokens.
-void KvCache::Impl::Teach(uint32_t il, codecs::CodecLearner& learner) const {
+/// Shows the learner what the layer holds in full precision, evenly thinned to `max_tokens`.
+void KvCache::Impl::Teach(uint32_t il, size_t max_tokens, codecs::CodecLearner& learner) const {
   const ShapePools& p = PoolsOf(il);
   const uint32_t d = p.shape.head_dim, dv = p.shape.head_dim_v;
   std::vector<const UnitRecord*> units;
@@ -74,7 +70,7 @@ void KvCache::Impl::Teach(uint32_t il, codecs::CodecLearner& learner) const {
       if (u.has_full() && !windows[u.window].has(WindowRecord::kSink)) units.push_back(&u);
     }
   }
-  const size_t step = std::max<size_t>(1, units.size() * config.window / kMaxTokens);
+  const size_t step = std::max<size_t>(1, units.size() * config.window / max_tokens);
   uint16_t row[kMaxHeadDim];
   float key[kMaxHeadDim], before_rope[kMaxHeadDim], value[kMaxHeadDim];
   for (size_t i = 0; i < units.size(); i += step) {
@@ -101,18 +97,60 @@ void KvCache::Impl::LearnCodec(uint32_t il) {
   const ShapePools& p = PoolsOf(il);
   if (!codecs::Learns(config)) {
     if (layer.learned || !codecs::IgnoresKeyMean(config)) return;
-    KeyBias bias(p.shape);
-    Teach(il, bias);
-    key_bias = std::max(key_bias, bias.Largest());
+    RowSums sums(p.shape);
+    Teach(il, kMaxTokens, sums);
+    for (const codecs::WaterFillStats& stats : sums.stats())
+      key_bias = std::max(key_bias, codecs::KeyBias(stats));
+    layer.learned = true;
+    return;
+  }
+  if (!layer.statistics.empty()) {
+    if (layer.learned) return;
+    layer.codec = codecs::MakeWaterFill(config, RowsOf(p.shape), layer.rope, layer.statistics);
     layer.learned = true;
     return;
   }
   const auto holds = [il](const SlotOwner& owner) { return owner.layer == il; };
   if (layer.learned && std::any_of(p.packed.owners.begin(), p.packed.owners.end(), holds)) return;
   const auto learner = codecs::MakeLearner(config, RowsOf(p.shape), layer.rope);
-  Teach(il, *learner);
-  layer.codec = learner->Make(layer.query_energy);
+  Teach(il, kMaxTokens, *learner);
+  layer.codec = learner->Make(MeanQueryEnergy(il));
   layer.learned = true;
+}
+
+Status KvCache::SetCodecStatistics(uint32_t il, std::span<const codecs::WaterFillStats> stats) {
+  Impl& c = *impl_;
+  if (il >= c.layers.size()) return OutOfRange("layer " + std::to_string(il) + " does not exist");
+  const LayerShape& shape = c.PoolsOf(il).shape;
+  const auto fits = [&shape](const codecs::WaterFillStats& s) {
+    return s.n > 0 && s.k_sum.size() == shape.head_dim && s.k_square.size() == shape.head_dim &&
+           s.v_sum.size() == shape.head_dim_v && s.v_square.size() == shape.head_dim_v &&
+           (s.q_square.empty() || s.q_square.size() == shape.head_dim);
+  };
+  if (stats.size() != shape.n_kv_heads || !std::all_of(stats.begin(), stats.end(), fits)) {
+    return InvalidArgument("codec statistics of " + std::to_string(stats.size()) +
+                           " kv heads do not fit layer " + std::to_string(il) + ", which has " +
+                           std::to_string(shape.n_kv_heads) + " of " +
+                           std::to_string(shape.head_dim) + "/" +
+                           std::to_string(shape.head_dim_v) + " channels");
+  }
+  c.layers[il].statistics.assign(stats.begin(), stats.end());
+  c.UpdateLimit();
+  return {};
+}
+
+std::vector<codecs::WaterFillStats> KvCache::CodecStatistics(uint32_t il, size_t max_tokens) const {
+  const Impl& c = *impl_;
+  if (il >= c.layers.size()) return {};
+  const LayerShape& shape = c.PoolsOf(il).shape;
+  RowSums sums(shape);
+  c.Teach(il, std::max<size_t>(max_tokens, 1), sums);
+  const std::vector<float> energy = c.MeanQueryEnergy(il);
+  for (uint32_t h = 0; h < shape.n_kv_heads && !energy.empty(); ++h) {
+    const auto head = std::span(energy).subspan(size_t{h} * shape.head_dim, shape.head_dim);
+    sums.stats()[h].q_square.assign(head.begin(), head.end());
+  }
+  return std::move(sums.stats());
 }
 
 }  // namespace qevict

@@ -20,7 +20,7 @@ void StoreValueRow(uint8_t* block, uint32_t head_dim_v, uint32_t t, const uint16
 
 bool SameShape(const LayerShape& a, const LayerShape& b) {
   return a.n_kv_heads == b.n_kv_heads && a.head_dim == b.head_dim && a.head_dim_v == b.head_dim_v &&
-         a.elem_k == b.elem_k && a.elem_v == b.elem_v;
+         a.elem_k == b.elem_k && a.elem_v == b.elem_v && a.bits == b.bits;
 }
 
 void StoreKeyRow(uint8_t* block, uint32_t window, uint32_t head_dim, uint32_t t,

@@ -35,7 +35,7 @@ std::vector<Command> AddBench(CLI::App& root) {
           "  qevict bench model -m model.gguf -d 4096 -n 32\n"
           "  qevict bench attention --shapes 14/2x64 --tokens 16384\n");
   bench->require_subcommand(1)->group("Commands");
-  return {AddBenchModel(*bench), AddBenchAttention(*bench)};
+  return {AddBenchModel(*bench), AddBenchAttention(*bench), AddBenchCodecs(*bench)};
 }
 
 }  // namespace qevict::cli

@@ -1,4 +1,5 @@
-// qevict bench: the plug-in beside llama.cpp's CPU backend, whole models and attention alone.
+// qevict bench: the plug-in beside llama.cpp's CPU backend, whole models, attention alone, and packed
+// formats.
 // Both kinds check the result before they time it, and measure in pairs: the two sides take turns
 // within seconds of each other, so that a machine that changes its pace changes both.
 #pragma once
@@ -11,6 +12,7 @@ namespace qevict::cli {
 
 Command AddBenchModel(CLI::App& bench);
 Command AddBenchAttention(CLI::App& bench);
+Command AddBenchCodecs(CLI::App& bench);
 
 /// One result: cells of the table, and what only JSON shows (samples).
 struct BenchRow {

@@ -3,8 +3,6 @@
 // each time; before a kernel runs, all threads read a buffer much larger than the processor's
 // caches: attention then finds its keys and values where a model's weights leave them between two
 // tokens, in memory, and the same read tells the bandwidth that there is.
-#include <unistd.h>
-
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -12,6 +10,7 @@
 #include "cli/bench_attention.h"
 #include "cli/bench_stats.h"
 #include "cli/progress.h"
+#include "cli/streaming_read.h"
 #include "ggml/omp_pool.h"
 #include "ggml/peer_attention.h"
 
@@ -26,42 +25,6 @@ using plugin::PeerType;
 // ggml rounds the query to f16 or int8 and sums f16 values; ours accumulates in f32, and rounds the
 // query to int8 for token codes.
 constexpr double kRoundedError = 0.1, kOurError = 1e-3;
-constexpr size_t kReadBytes = size_t{256} << 20, kReadChunk = size_t{1} << 20;
-
-/// A buffer that does not fit into the processor's caches.
-class StreamingRead {
- public:
-  explicit StreamingRead(ParallelFor& pool) : pool_(pool), words_(Bytes() / 8, 1) {}
-
-  size_t bytes() const { return words_.size() * 8; }
-
-  /// Reads everything with all threads; GB/s.
-  double Run() {
-    const size_t n_chunks = bytes() / kReadChunk, n_words = kReadChunk / 8;
-    std::vector<uint64_t> sums(n_chunks);
-    const Timer timer;
-    pool_.For(n_chunks, [&](size_t chunk, unsigned) {
-      const uint64_t* words = words_.data() + chunk * n_words;
-      uint64_t sum = 0;
-      for (size_t i = 0; i < n_words; ++i) sum += words[i];
-      sums[chunk] = sum;
-    });
-    const double ms = timer.ms();
-    for (const uint64_t sum : sums) check_ = check_ + sum;
-    return static_cast<double>(bytes()) / ms / 1e6;
-  }
-
- private:
-  static size_t Bytes() {
-    const long l3 = sysconf(_SC_LEVEL3_CACHE_SIZE);
-    const size_t wanted = l3 > 0 ? 4 * static_cast<size_t>(l3) : 0;
-    return (std::max(kReadBytes, wanted) + kReadChunk - 1) / kReadChunk * kReadChunk;
-  }
-
-  ParallelFor& pool_;
-  std::vector<uint64_t> words_;
-  volatile uint64_t check_ = 0;  // keeps the reads
-};
 
 /// One contender: layers with storage of their own.
 class Kernel {

@@ -4,6 +4,7 @@
 #include "cli/bench.h"
 #include "cli/machine.h"
 #include "cli/report.h"
+#include "cli/statistics_file.h"
 
 namespace qevict::cli {
 namespace {
@@ -138,6 +139,9 @@ int BenchModel(const BenchModelOptions& o) {
   const Result<ModelBenchPlan> plan = MakePlan(o);
   if (!plan.ok()) return Fail(plan.status());
   if (const Status s = CheckModelFile(o.model); !s.ok()) return Fail(s);
+  for (const CacheChoice& c : plan->caches) {
+    if (const Status s = CheckStatistics(c.config, o.model); !s.ok()) return Fail(s);
+  }
   if (!o.file.empty()) {
     if (const Result<std::string> text = ReadTextFile(o.file); !text.ok())
       return Fail(text.status());

@@ -99,7 +99,8 @@ class CachePlanner {
   uint64_t stream_minimum_bytes() const {
     std::vector<LayerShape> shapes;
     for (const CacheLayer& l : cache_.layers) {
-      shapes.push_back({l.n_kv_heads, l.head_dim, l.head_dim_v, Elem::kF16, Elem::kF16});
+      shapes.push_back({l.n_kv_heads, l.head_dim, l.head_dim_v, Elem::kF16, Elem::kF16,
+                        BitsOfLayer(config_, l.index)});
     }
     Config config = config_;
     config.budget_tokens = cache_.cells_per_stream;
@@ -111,7 +112,9 @@ class CachePlanner {
         l.n_kv_heads * kernels::FullHeadBytes(config_.window, l.head_dim, l.head_dim_v);
     const uint64_t packed =
         l.n_kv_heads *
-        codecs::CodecBytes(config_, {l.n_kv_heads, l.head_dim, l.head_dim_v}).total();
+        codecs::CodecBytes(config_, {l.n_kv_heads, l.head_dim, l.head_dim_v,
+                                     BitsOfLayer(config_, l.index)})
+            .total();
     const UnitCosts costs{full + kUnitBytes, packed + kUnitBytes};
     std::vector<Candidate> candidates;
     for (uint32_t i = 0; i < windows_.history; ++i) {

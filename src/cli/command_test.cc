@@ -52,6 +52,11 @@ Outcome Qevict(const std::string& arguments, const std::string& before = "") {
   return outcome;
 }
 
+Json LastLine(const std::string& out) {
+  const size_t line = out.rfind('\n', out.size() - 2);
+  return Json::parse(line == std::string::npos ? out : out.substr(line + 1), nullptr, false);
+}
+
 class CommandTest : public testing::Test {
  protected:
   static void SetUpTestSuite() {
@@ -107,6 +112,10 @@ TEST_F(CommandTest, UsageErrorsAreOneSentenceAndCode2) {
       {"eval kld -m " + model + " -f " + text_, "tokens, but 8 chunks of 4096 tokens need"},
       {"eval kld -m " + model + " -f " + text_ + " --step 3", "--step 3 does not divide"},
       {"eval kld -m " + model, "there is no text"},
+      {"eval ppl -m " + model + " -f " + text_ + " --by-depth 2000", "--by-depth 2000 is more"},
+      {"calibrate codec -m " + model, "there is no text"},
+      {"calibrate codec -m " + model + " -f " + text_ + " --tokens 4096", "--tokens asks for 4096"},
+      {"run -m " + model + " -p x --set codec=wf,statistics=/nonexistent", "/nonexistent cannot"},
       {"bench", "command is missing"},
       {"bench fly -r 3", "unknown command fly"},
       {"bench model", "no model"},
@@ -143,8 +152,9 @@ TEST_F(CommandTest, WhatQevictCannotHoldIsARuntimeFailure) {
 }
 
 TEST_F(CommandTest, HelpOfEveryCommand) {
-  for (const char* command : {"", "run", "serve", "plan", "info", "eval", "eval kld", "bench",
-                              "bench model", "bench attention"}) {
+  for (const char* command : {"", "run", "serve", "plan", "info", "eval", "eval kld",
+                              "eval ppl", "calibrate", "calibrate codec", "bench",
+                              "bench model", "bench attention", "bench codecs"}) {
     const Outcome o = Qevict(std::string(command) + " --help");
     EXPECT_EQ(o.code, 0) << command;
     EXPECT_EQ(o.err, "") << command;
@@ -318,14 +328,69 @@ TEST_F(CommandTest, KldStepsDoNotChangeTheResult) {
   const std::string start = "eval kld -m " + Tiny("llama-hd64") + " -f " + Book() +
                             " -t 1 --chunks 1 --prompt 400 --score 24 --budget 40% -o json --step ";
   const auto summary = [&](const char* step) {
-    const std::string out = Qevict(start + step).out;
-    const size_t line = out.rfind('\n', out.size() - 2);
-    return Json::parse(out.substr(line + 1));
+    return LastLine(Qevict(start + step).out);
   };
   const Json one = summary("1"), eight = summary("8");
   EXPECT_NEAR(one["kl_mean"].get<double>(), eight["kl_mean"].get<double>(), 1e-3);
   EXPECT_EQ(one["events"], eight["events"]);
   EXPECT_EQ(one["packed_tokens"], eight["packed_tokens"]);
+}
+
+TEST_F(CommandTest, DepthsAndGeneratedTokens) {
+  const Outcome o = Qevict("eval kld -m " + Tiny("llama-hd64") + " -f " + Book() +
+                           " -t 1 --chunks 2 --prompt 100 --score 60 --by-depth 3 --generate"
+                           " --temp 1 --budget 40% -o json");
+  ASSERT_EQ(o.code, 0) << o.err;
+  const Json j = LastLine(o.out);
+  EXPECT_EQ(j["scored"], "generated");
+  EXPECT_EQ(j["positions"], 120);
+  ASSERT_EQ(j["by_depth"].size(), 3u);
+  double sum = 0.0;
+  for (const Json& part : j["by_depth"]) {
+    EXPECT_EQ(part["positions"], 40);
+    sum += part["kl_mean"].get<double>() / 3;
+  }
+  EXPECT_NEAR(j["kl_mean"].get<double>(), sum, 1e-9);
+}
+
+// Perplexity is that of `kld`, without the reference's logits.
+TEST_F(CommandTest, PerplexityAlone) {
+  const std::string rest = " -m " + Tiny("llama-hd64") + " -f " + Book() +
+                           " -t 1 --chunks 1 --prompt 200 --score 40 --budget 40% -o json";
+  const Outcome kld = Qevict("eval kld" + rest), ppl = Qevict("eval ppl" + rest);
+  ASSERT_EQ(ppl.code, 0) << ppl.err;
+  const Json a = LastLine(kld.out), b = LastLine(ppl.out);
+  EXPECT_FALSE(b.contains("kl_mean"));
+  for (const char* key : {"ppl", "ppl_error", "ppl_reference", "ppl_ratio", "ppl_ratio_error"})
+    EXPECT_EQ(a[key], b[key]) << key;
+}
+
+TEST_F(CommandTest, CalibratedStatisticsBelongToAModel) {
+  const std::string file = testing::TempDir() + "/qevict_command_test.statistics";
+  const Outcome o = Qevict("calibrate codec -m " + Tiny("llama-hd64") + " -f " + Book() +
+                           " -t 1 --tokens 512 --write " + file + " -o json");
+  ASSERT_EQ(o.code, 0) << o.err;
+  EXPECT_EQ(Json::parse(o.out)["tokens"], 512);
+  const std::string eval = " -f " + Book() +
+                           " -t 1 --chunks 1 --prompt 256 --score 64 --pack-all -o json"
+                           " --set codec=wf,bits=4,window=32,check=true";
+  const Json own = LastLine(Qevict("eval kld -m " + Tiny("llama-hd64") + eval).out);
+  const Outcome given = Qevict("eval kld -m " + Tiny("llama-hd64") + eval + ",statistics=" + file);
+  ASSERT_EQ(given.code, 0) << given.err;
+  const Json j = LastLine(given.out);
+  EXPECT_EQ(j["violations"], 0);
+  EXPECT_GT(j["packed_tokens"].get<double>(), 200.0);
+  // Another text's statistics, but nearly as good; and they are charged.
+  EXPECT_NE(j["kl_mean"], own["kl_mean"]);
+  EXPECT_LT(j["kl_mean"].get<double>(), 3 * own["kl_mean"].get<double>());
+  EXPECT_GT(j["kv_bytes"].get<double>(), own["kv_bytes"].get<double>());
+  for (const char* other : {"llama-hd80", "qwen2-hd64"}) {
+    const Outcome refused =
+        Qevict("run -m " + Tiny(other) + " -p x --set codec=wf,statistics=" + file);
+    EXPECT_EQ(refused.code, 2);
+    EXPECT_NE(refused.err.find("another model"), std::string::npos) << refused.err;
+  }
+  std::remove(file.c_str());
 }
 
 std::vector<Json> Lines(const std::string& text) {

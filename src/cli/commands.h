@@ -13,6 +13,8 @@ Command AddServe(CLI::App& root, const Arguments& arguments);
 Command AddInfo(CLI::App& root);
 /// `qevict eval` with its own subcommands.
 std::vector<Command> AddEval(CLI::App& root);
+/// `qevict calibrate` with its own subcommands.
+std::vector<Command> AddCalibrate(CLI::App& root);
 /// `qevict bench` with its own subcommands.
 std::vector<Command> AddBench(CLI::App& root);
 
@@ -20,6 +22,7 @@ inline std::vector<Command> AddCommands(CLI::App& root, const Arguments& argumen
   std::vector<Command> commands = {AddRun(root), AddServe(root, arguments), AddPlan(root),
                                    AddInfo(root)};
   for (Command& command : AddEval(root)) commands.push_back(std::move(command));
+  for (Command& command : AddCalibrate(root)) commands.push_back(std::move(command));
   for (Command& command : AddBench(root)) commands.push_back(std::move(command));
   return commands;
 }

@@ -165,7 +165,7 @@ class Comparison {
       if (g.tokens.empty()) g.ttft_ms = g.prompt_ms + sample_ms;
       const bool restored = both_.positions.empty() && !saved_.logits.empty();
       const std::span<const float> row = restored ? saved_.logits : Row(model_, forced);
-      both_.positions.push_back(ComparePosition(Row(full_model, full), row, token));
+      both_.positions.push_back(ComparePosition(ReferenceRow(Row(full_model, full)), row, token));
       g.ended = llama_vocab_is_eog(full_model.vocab(), token);
       if (g.ended) break;
       g.tokens.push_back(token);

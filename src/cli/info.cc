@@ -39,6 +39,8 @@ Json Codecs() {
       {"zipcache", "1, 2, 3, 4, 8", "static per channel, after RoPE",
        "channel-separable, per token"},
       {"ott", "1, 2, 3, 4, 8", "as kivi_post, an exact token per window", "the same token exact"},
+      {"kvtuner", "1, 2, 3, 4, 8 by layer", "per channel over the window, after RoPE",
+       "per token; layer_bits names bits per layer"},
       {"nqkv", "4", "NormalFloat per token, after RoPE", "NormalFloat per token"},
       {"hqe", "1, 2, 4, 8", "as kivi_post; 1 bit: normal code", "as kivi_post; 1 bit: normal code"},
       {"hadamard", "1 to 4", "rotated per token before RoPE, static mean", "rotated per token"},

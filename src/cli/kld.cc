@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 namespace qevict::cli {
 
@@ -28,11 +29,17 @@ double KlDivergence(std::span<const float> p, double p_log_sum, std::span<const 
   return kl;
 }
 
-Position ComparePosition(std::span<const float> base, std::span<const float> run, int32_t label) {
-  const double base_sum = LogSumExp(base), run_sum = LogSumExp(run);
+Position ComparePosition(const ReferenceRow& base, std::span<const float> run, int32_t label) {
+  const double run_sum = LogSumExp(run);
   const auto at = static_cast<size_t>(label);
-  return {KlDivergence(base, base_sum, run, run_sum), base_sum - static_cast<double>(base[at]),
-          run_sum - static_cast<double>(run[at]), TopToken(base) == TopToken(run)};
+  return {KlDivergence(base.logits, base.log_sum, run, run_sum),
+          base.log_sum - static_cast<double>(base.logits[at]),
+          run_sum - static_cast<double>(run[at]), base.top == TopToken(run)};
+}
+
+Position ComparePerplexity(double nll_base, std::span<const float> run, int32_t label) {
+  return {0.0, nll_base, LogSumExp(run) - static_cast<double>(run[static_cast<size_t>(label)]),
+          true};
 }
 
 double Quantile(std::span<const double> sorted, double q) {
@@ -45,34 +52,52 @@ double Quantile(std::span<const double> sorted, double q) {
   return sorted[low] + rest * (sorted[low + 1] - sorted[low]);
 }
 
+Estimate MeanOf(std::span<const double> values) {
+  if (values.empty()) return {};
+  const auto n = static_cast<double>(values.size());
+  const double mean = std::accumulate(values.begin(), values.end(), 0.0) / n;
+  double squares = 0.0;
+  for (const double x : values) squares += (x - mean) * (x - mean);
+  return {mean, n > 1.0 ? std::sqrt(squares / (n - 1.0) / n) : 0.0};
+}
+
 Agreement Summarize(std::span<const Position> positions) {
   Agreement a;
   a.n = positions.size();
   if (a.n == 0) return a;
-  const auto n = static_cast<double>(a.n);
-  std::vector<double> kl;
-  double nll_base = 0.0, nll = 0.0, n_same = 0.0, sum = 0.0;
-  for (const Position& p : positions) {
-    kl.push_back(p.kl);
-    sum += p.kl;
-    nll_base += p.nll_base;
-    nll += p.nll;
-    n_same += p.same_top ? 1.0 : 0.0;
-  }
-  a.kl_mean = sum / n;
-  double squares = 0.0;
-  for (const double x : kl) squares += (x - a.kl_mean) * (x - a.kl_mean);
-  a.kl_stderr = a.n > 1 ? std::sqrt(squares / (n - 1.0) / n) : 0.0;
+  const auto column = [&](auto&& value) {
+    std::vector<double> x;
+    x.reserve(positions.size());
+    for (const Position& p : positions) x.push_back(value(p));
+    return x;
+  };
+  std::vector<double> kl = column([](const Position& p) { return p.kl; });
+  const Estimate divergence = MeanOf(kl);
+  a.kl_mean = divergence.mean;
+  a.kl_stderr = divergence.error;
   std::sort(kl.begin(), kl.end());
   a.kl_median = Quantile(kl, 0.5);
   a.kl_p90 = Quantile(kl, 0.9);
   a.kl_p99 = Quantile(kl, 0.99);
   a.kl_p999 = Quantile(kl, 0.999);
   a.kl_max = kl.back();
-  a.same_top_percent = 100.0 * n_same / n;
-  a.perplexity_base = std::exp(nll_base / n);
-  a.perplexity = std::exp(nll / n);
-  a.perplexity_ratio = std::exp((nll - nll_base) / n);
+  a.same_top_percent =
+      100.0 * MeanOf(column([](const Position& p) { return p.same_top ? 1.0 : 0.0; })).mean;
+  const auto change = [](const Position& p) {
+    return 100.0 * (std::exp(-p.nll) - std::exp(-p.nll_base));
+  };
+  a.delta_p_mean = MeanOf(column(change)).mean;
+  a.delta_p_rms =
+      std::sqrt(MeanOf(column([&](const Position& p) { return change(p) * change(p); })).mean);
+  const Estimate base = MeanOf(column([](const Position& p) { return p.nll_base; }));
+  const Estimate run = MeanOf(column([](const Position& p) { return p.nll; }));
+  const Estimate difference = MeanOf(column([](const Position& p) { return p.nll - p.nll_base; }));
+  a.perplexity_base = std::exp(base.mean);
+  a.perplexity_base_error = a.perplexity_base * base.error;
+  a.perplexity = std::exp(run.mean);
+  a.perplexity_error = a.perplexity * run.error;
+  a.perplexity_ratio = std::exp(difference.mean);
+  a.perplexity_ratio_error = a.perplexity_ratio * difference.error;
   return a;
 }
 

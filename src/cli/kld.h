@@ -24,15 +24,34 @@ struct Position {
   double nll;       ///< and of the run
   bool same_top;
 };
-Position ComparePosition(std::span<const float> base, std::span<const float> run, int32_t label);
+/// Logits of the reference, with what every comparison needs of them. Borrows `logits`.
+struct ReferenceRow {
+  explicit ReferenceRow(std::span<const float> row)
+      : logits(row), log_sum(LogSumExp(row)), top(TopToken(row)) {}
+  std::span<const float> logits;
+  double log_sum;
+  size_t top;
+};
+Position ComparePosition(const ReferenceRow& base, std::span<const float> run, int32_t label);
+/// -log p(label) of a run and of the reference alone; kl is 0 and the top the same.
+Position ComparePerplexity(double nll_base, std::span<const float> run, int32_t label);
 
-/// Positions of one or more runs put together.
+/// A mean and its standard error: the sample's deviation / sqrt(n), 0 for fewer than 2 values.
+struct Estimate {
+  double mean = 0, error = 0;
+};
+Estimate MeanOf(std::span<const double> values);
+
+/// Positions of one or more runs put together, in llama-perplexity's terms.
 struct Agreement {
   uint64_t n = 0;
   double kl_mean = 0, kl_stderr = 0, kl_median = 0, kl_p90 = 0, kl_p99 = 0, kl_p999 = 0, kl_max = 0;
   double same_top_percent = 0;
-  double perplexity_base = 0, perplexity = 0;
+  /// Change of the label's probability, percentage points.
+  double delta_p_mean = 0, delta_p_rms = 0;
+  double perplexity_base = 0, perplexity_base_error = 0, perplexity = 0, perplexity_error = 0;
   double perplexity_ratio = 0;  ///< run / base
+  double perplexity_ratio_error = 0;  ///< of the paired differences, to first order
 };
 Agreement Summarize(std::span<const Position> positions);
 

@@ -66,7 +66,8 @@ TEST(KldTest, TopTokenIsTheFirstOfEqualOnes) {
 }
 
 TEST(KldTest, PositionComparesLabelsAndTopTokens) {
-  const Position p = ComparePosition(LogitsOf({0.7, 0.2, 0.1}), LogitsOf({0.3, 0.6, 0.1}), 1);
+  const std::vector<float> base = LogitsOf({0.7, 0.2, 0.1});
+  const Position p = ComparePosition(ReferenceRow(base), LogitsOf({0.3, 0.6, 0.1}), 1);
   EXPECT_NEAR(p.nll_base, -std::log(0.2), 1e-6);
   EXPECT_NEAR(p.nll, -std::log(0.6), 1e-6);
   EXPECT_FALSE(p.same_top);
@@ -96,6 +97,19 @@ TEST(KldTest, SummaryOfKnownPositions) {
   EXPECT_NEAR(a.perplexity_base, std::exp(2.0), 1e-12);
   EXPECT_NEAR(a.perplexity, std::exp(2.25), 1e-12);
   EXPECT_NEAR(a.perplexity_ratio, std::exp(0.25), 1e-12);
+  // Differences 0, .5, .5, 0: sample variance 1/12. Reference 1, 2, 3, 2: 2/3.
+  EXPECT_NEAR(a.perplexity_ratio_error, std::exp(0.25) * std::sqrt(1.0 / 12 / 4), 1e-12);
+  EXPECT_NEAR(a.perplexity_base_error, std::exp(2.0) * std::sqrt(2.0 / 3 / 4), 1e-12);
+  const double d1 = std::exp(-2.5) - std::exp(-2.0), d2 = std::exp(-3.5) - std::exp(-3.0);
+  EXPECT_NEAR(a.delta_p_mean, 100.0 * (d1 + d2) / 4, 1e-12);
+  EXPECT_NEAR(a.delta_p_rms, 100.0 * std::sqrt((d1 * d1 + d2 * d2) / 4), 1e-12);
+}
+
+TEST(KldTest, PerplexityNeedsNoReferenceLogits) {
+  const Position p = ComparePerplexity(1.5, LogitsOf({0.7, 0.2, 0.1}), 1);
+  EXPECT_EQ(p.nll_base, 1.5);
+  EXPECT_NEAR(p.nll, -std::log(0.2), 1e-6);
+  EXPECT_EQ(p.kl, 0.0);
 }
 
 TEST(KldTest, SummaryOfNothingAndOfOne) {

@@ -25,7 +25,7 @@ Status CacheFailure(StatusCode code, const std::string& what) {
   const std::string why = WhyFailed(what);
   const auto starts = [&why](std::string_view text) { return why.starts_with(text); };
   const bool budget = starts("budget ") || starts("a budget of ") || starts("the budget of ") ||
-                      starts("bad configuration");
+                      starts("bad configuration") || starts("the statistics in ");
   return {budget ? StatusCode::kInvalidArgument : code, why};
 }
 
@@ -251,6 +251,14 @@ Status Context::Restore(std::span<const uint8_t> saved, uint32_t n_past) {
 Status Context::SetPhase(qevict_phase phase) {
   if (session_ == 0 || qevict_set_phase(session_, phase) == 0) return {};
   return Internal(qevict_last_error());
+}
+
+Status Context::SaveStatistics(const std::string& path, uint64_t model_hash,
+                               uint32_t max_tokens) const {
+  if (session_ == 0) return FailedPrecondition("the cache is not on the device QEVICT");
+  const int code = qevict_save_statistics(session_, path.c_str(), model_hash, max_tokens);
+  if (code == 0) return {};
+  return {static_cast<StatusCode>(-code), qevict_last_error()};
 }
 
 Result<qevict_stats> Context::Stats() const {

@@ -90,6 +90,8 @@ class Context {
   Status SetPhase(qevict_phase phase);
   /// kFailedPrecondition on the CPU device.
   Result<qevict_stats> Stats() const;
+  /// Writes the codec's statistics of what is held, see qevict_save_statistics.
+  Status SaveStatistics(const std::string& path, uint64_t model_hash, uint32_t max_tokens) const;
 
  private:
   struct Free {

@@ -9,6 +9,7 @@
 
 #include "cli/commands.h"
 #include "cli/report.h"
+#include "cli/statistics_file.h"
 #include "kernels/attention.h"
 #include "qevict/version.h"
 
@@ -153,6 +154,7 @@ int Run(RunOptions& o) {
   const Result<Config> config = o.cache.Build();
   if (!config.ok()) return Fail(config.status());
   if (const Status status = CheckModelFile(o.model); !status.ok()) return Fail(status);
+  if (const Status status = CheckStatistics(*config, o.model); !status.ok()) return Fail(status);
   if (!o.file.empty()) {
     if (const Result<std::string> file = ReadTextFile(o.file); !file.ok())
       return Fail(file.status());

@@ -8,6 +8,7 @@
 #include "cli/commands.h"
 #include "cli/paths.h"
 #include "cli/run.h"
+#include "cli/statistics_file.h"
 
 namespace qevict::cli {
 namespace {
@@ -82,6 +83,7 @@ int Serve(const ServeOptions& o, const std::vector<std::string>& passthrough) {
   const Result<Config> config = o.cache.Build();
   if (!config.ok()) return Fail(config.status());
   if (const Status s = CheckModelFile(o.model); !s.ok()) return Fail(s);
+  if (const Status s = CheckStatistics(*config, o.model); !s.ok()) return Fail(s);
   if (const Status s = CheckPassthrough(passthrough); !s.ok()) return Fail(s);
   const Result<std::string> plugin = FindPlugin();
   if (!plugin.ok()) return Fail(plugin.status());

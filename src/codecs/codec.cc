@@ -9,6 +9,7 @@
 #include "codecs/kivi_axis.h"
 #include "codecs/kivi_grid.h"
 #include "codecs/kvquant.h"
+#include "codecs/kvtuner.h"
 #include "codecs/nqkv.h"
 #include "codecs/ott.h"
 #include "codecs/token.h"
@@ -19,6 +20,11 @@ namespace qevict::codecs {
 namespace {
 
 constexpr uint8_t kWaterFillTag = 5, kUnsavedTag = 6;
+
+LayerBits LayerBitsOf(const Config& config, const RowShape& shape) {
+  const auto bits = static_cast<uint8_t>(4 * config.bits);
+  return shape.bits.k == 0 ? LayerBits{bits, bits} : shape.bits;
+}
 
 /// Grid codes: one kv head's specification, from its rows if there are any.
 GridHead MakeHead(const Config& config, const RowShape& shape, const RowSample* sample) {
@@ -41,6 +47,8 @@ GridHead MakeHead(const Config& config, const RowShape& shape, const RowSample* 
       return Hqe(config.bits, shape);
     case CodecId::kHadamard:
       return Hadamard(config.bits, shape, sample);
+    case CodecId::kKvTuner:
+      return KvTuner(LayerBitsOf(config, shape), shape);
     default:
       return KiviGrid(config.bits, shape);
   }
@@ -59,13 +67,12 @@ class WaterFillLearner final : public CodecLearner {
     stats_[kv_head].AddKey(k_before_rope, shape_.head_dim);
     stats_[kv_head].AddValue(v, shape_.head_dim_v);
   }
-  std::shared_ptr<const Codec> Make(std::span<const double> query_energy) override {
+  std::shared_ptr<const Codec> Make(std::span<const float> query_energy) override {
     for (uint32_t h = 0; h < shape_.n_kv_heads && !query_energy.empty(); ++h) {
       const auto head = query_energy.subspan(size_t{h} * shape_.head_dim, shape_.head_dim);
       stats_[h].q_square.assign(head.begin(), head.end());
     }
-    return std::make_shared<WaterFillCodec>(QuarterBits(config_), config_.window, shape_, rope_,
-                                            stats_);
+    return MakeWaterFill(config_, shape_, rope_, stats_);
   }
 
  private:
@@ -90,7 +97,7 @@ class GridLearner final : public CodecLearner {
     append(s.v, v, shape_.head_dim_v);
     ++s.n;
   }
-  std::shared_ptr<const Codec> Make(std::span<const double>) override {
+  std::shared_ptr<const Codec> Make(std::span<const float>) override {
     std::vector<GridHead> heads;
     for (const RowSample& s : samples_) heads.push_back(MakeHead(config_, shape_, &s));
     return std::make_shared<GridCodec>(config_.window, shape_, std::move(heads));
@@ -104,14 +111,17 @@ class GridLearner final : public CodecLearner {
 
 }  // namespace
 
+std::shared_ptr<const Codec> MakeWaterFill(const Config& config, const RowShape& shape,
+                                           const RopeParams& rope,
+                                           std::span<const WaterFillStats> stats) {
+  return std::make_shared<WaterFillCodec>(QuarterBits(config), config.window, shape, rope, stats);
+}
+
 std::shared_ptr<const Codec> MakeCodec(const Config& config, const RowShape& shape) {
   if (config.codec == CodecId::kToken) {
     return std::make_shared<TokenCodec>(config.bits, config.window, shape);
   }
-  if (config.codec == CodecId::kWaterFill) {
-    return std::make_shared<WaterFillCodec>(QuarterBits(config), config.window, shape, RopeParams{},
-                                            std::span<const WaterFillStats>{});
-  }
+  if (config.codec == CodecId::kWaterFill) return MakeWaterFill(config, shape, {}, {});
   if (IsKiviAxis(config)) {
     return std::make_shared<KiviAxisCodec>(config.bits, config.window, shape);
   }

@@ -49,14 +49,21 @@ class Codec {
                       float* v) const = 0;
 };
 
+struct WaterFillStats;
+
 /// Shape of the rows that a codec packs.
 struct RowShape {
   uint32_t n_kv_heads, head_dim, head_dim_v;
+  LayerBits bits = {};  ///< 0: Config::bits
 };
 
 /// The codec that `config` names (Config::codec, bits, window), for layers of one shape. One that
 /// learns from the rows (wf) knows nothing yet, and serves for its bytes alone.
 std::shared_ptr<const Codec> MakeCodec(const Config& config, const RowShape& shape);
+/// The wf codec of a layer with these statistics, [n_kv_heads].
+std::shared_ptr<const Codec> MakeWaterFill(const Config& config, const RowShape& shape,
+                                           const RopeParams& rope,
+                                           std::span<const WaterFillStats> stats);
 /// Makes a layer's codec of its rows, when the layer packs its first window.
 class CodecLearner {
  public:
@@ -64,8 +71,8 @@ class CodecLearner {
   /// One token of one kv head: the key before and after RoPE, the value; f32.
   virtual void Add(uint32_t kv_head, const float* k_before_rope, const float* k,
                    const float* v) = 0;
-  /// query_energy: [n_kv_heads][head_dim] sums of squares, or empty.
-  virtual std::shared_ptr<const Codec> Make(std::span<const double> query_energy) = 0;
+  /// query_energy: [n_kv_heads][head_dim] means of (scale * q)^2, or empty.
+  virtual std::shared_ptr<const Codec> Make(std::span<const float> query_energy) = 0;
 };
 /// Null if the codec needs no rows.
 std::unique_ptr<CodecLearner> MakeLearner(const Config& config, const RowShape& shape,

@@ -22,7 +22,9 @@ using FitGrid = GridFit (*)(const kernels::GridVector& grid, const float* x, uin
 
 /// zero = min, scale = (max - min) / (2^bits - 1) (policies.md C9).
 GridFit FitMinMax(const kernels::GridVector& grid, const float* x, uint32_t n);
-/// The same of a range that is narrowed on both sides, in steps of 1/32, to the least squared
+/// zero = scale * round(min / scale), scale = max(max - min, 1e-5) / (2^bits - 1).
+GridFit FitWholeZero(const kernels::GridVector& grid, const float* x, uint32_t n);
+/// FitMinMax of a range that is narrowed on both sides, in steps of 1/32, to the least squared
 /// error.
 GridFit FitClipped(const kernels::GridVector& grid, const float* x, uint32_t n);
 /// scale = max |x|.

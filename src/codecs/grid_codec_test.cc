@@ -12,6 +12,7 @@
 #include "codecs/hqe.h"
 #include "codecs/kivi_grid.h"
 #include "codecs/kvquant.h"
+#include "codecs/kvtuner.h"
 #include "codecs/nqkv.h"
 #include "codecs/ott.h"
 #include "codecs/zipcache.h"
@@ -201,6 +202,16 @@ TEST(GridCodecTest, OutlierTokenVector) {
   }
 }
 
+/// policies.md 4.5.
+TEST(GridCodecTest, KvTunerZerosAreWholeSteps) {
+  const std::vector<float> x = {-0.7f, 0.2f, 1.3f, 0.4f, 0.4f, 0.4f, 0.4f, 0.4f};
+  GridSpec s = KvTuner({16, 16}, {1, 8, 8}).v;
+  const std::vector<float> y = RoundTrip(s, x);
+  const float expected[] = {-0.666667f, 0.133333f, 1.333333f, 0.4f};
+  for (size_t i = 0; i < 4; ++i) EXPECT_NEAR(y[i], expected[i], 2e-3f) << i;
+  for (const float half : RoundTrip(s, std::vector<float>(8, 0.5f))) EXPECT_NEAR(half, 0.5f, 1e-3f);
+}
+
 /// Bytes per token of keys and values, over a window.
 TEST(GridCodecTest, BytesAreThoseOfTheTables) {
   const auto bytes = [](const GridHead& head, uint32_t window, uint32_t d) {
@@ -210,6 +221,8 @@ TEST(GridCodecTest, BytesAreThoseOfTheTables) {
   EXPECT_EQ(bytes(KiviPost(4, {1, 64, 64}), 32, 64), 80.0);
   EXPECT_EQ(bytes(KiviGrid(2, {1, 128, 128}), 8, 128), 132.0);
   EXPECT_EQ(bytes(Hqe(1, {1, 128, 128}), 32, 128), 64.0);
+  // policies.md 4.5: (D b_k + Dv b_v) / 8, 4 D / W for keys, 4 for values.
+  EXPECT_EQ(bytes(KvTuner({32, 16}, {1, 128, 128}), 32, 128), 128 + 64 + 16 + 4);
   EXPECT_EQ(bytes(Nqkv({1, 256, 256}), 8, 256), 260.0);
   EXPECT_EQ(bytes(Hadamard(2, {1, 64, 64}, nullptr), 8, 64), 36.0);
   // qevict-reference 3.3, D = 128, W = 8: grids of 272 bytes for keys; values keep f16 grids here.
@@ -244,6 +257,7 @@ TEST(GridCodecTest, KernelsReadWhatIsDecodedAndNothingIsSpoiled) {
                                        ByteGrid(2, shape, &sample),
                                        Ott(2, shape),
                                        Nqkv(shape),
+                                       KvTuner({16, 8}, shape),
                                        Hqe(1, shape),
                                        Hqe(4, shape),
                                        KvQuant(2, window, shape, &sample),

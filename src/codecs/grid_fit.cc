@@ -35,6 +35,12 @@ GridFit FitMinMax(const GridVector& grid, const float* x, uint32_t n) {
   return OfRange(grid, *low, *high);
 }
 
+GridFit FitWholeZero(const GridVector& grid, const float* x, uint32_t n) {
+  const auto [low, high] = std::minmax_element(x, x + n);
+  const float scale = std::max(*high - *low, 1e-5f) / MaxCode(grid);
+  return {scale, scale * std::nearbyint(*low / scale)};
+}
+
 GridFit FitClipped(const GridVector& grid, const float* x, uint32_t n) {
   const auto [low, high] = std::minmax_element(x, x + n);
   const float middle = 0.5f * (*low + *high), half = 0.5f * (*high - *low);

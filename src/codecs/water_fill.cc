@@ -21,10 +21,11 @@ constexpr int kCenter = 63;
 constexpr kernels::TokenGrid kGrid = kernels::TokenGrid::kScaleByte;
 /// Of a scale of 1: bytes reach from 2^-20 to 1.94, so gains from 2^-8 (in full precision) to 124.
 constexpr float kScaleUnit = 64.0f;
-constexpr size_t kMaxPadding = kValueUnit - 1;  ///< places of a vector beyond its channels
 
 /// Levels of 8 bits reach so far (Lloyd-Max levels of fewer bits: gaussian_levels.h).
 constexpr double kLargest8 = 4.0;
+
+size_t RoundUp(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
 double Largest(uint32_t bits) { return bits == 8 ? kLargest8 : GaussianLevels(bits).back(); }
 
@@ -78,10 +79,56 @@ std::vector<uint32_t> SplitBits(std::span<const double> energy, uint32_t capacit
   }
 }
 
+/// Channels in falling order of energy.
+std::vector<uint16_t> ByEnergy(std::span<const double> energy) {
+  std::vector<uint16_t> order(energy.size());
+  std::iota(order.begin(), order.end(), uint16_t{0});
+  std::stable_sort(order.begin(), order.end(),
+                   [&](uint16_t a, uint16_t b) { return energy[a] > energy[b]; });
+  return order;
+}
+
+std::vector<double> UnitEnergies(std::span<const double> energy, std::span<const uint16_t> order,
+                                 uint32_t unit) {
+  std::vector<double> units((energy.size() + unit - 1) / unit, 0.0);
+  for (size_t i = 0; i < energy.size(); ++i) units[i / unit] += energy[order[i]];
+  return units;
+}
+
+/// What the best split of `n_words` words leaves of the energies.
+double DistortionOf(std::span<const double> energy, uint32_t n_words, uint32_t unit) {
+  const std::vector<double> units = UnitEnergies(energy, ByEnergy(energy), unit);
+  const std::vector<uint32_t> bits = SplitBits(units, n_words * 32 / unit);
+  double sum = 0.0;
+  for (size_t i = 0; i < units.size(); ++i) sum += units[i] * Distortion(bits[i]);
+  return sum;
+}
+
+/// Words of the keys, of `n_words`, that leave the least error in the output (water_fill.h).
+/// k_energy: of logits; v_energy: of values, whose variance around their mean is `variance`.
+uint32_t SplitWords(std::span<const double> k_energy, std::span<const double> v_energy,
+                    double variance, uint32_t n_words) {
+  uint32_t best = 1;
+  double least = std::numeric_limits<double>::infinity();
+  for (uint32_t k_words = 1; k_words < n_words; ++k_words) {
+    const double error = variance * DistortionOf(k_energy, k_words, kKeyUnit) +
+                         DistortionOf(v_energy, n_words - k_words, kValueUnit);
+    if (error < least) least = error, best = k_words;
+  }
+  return best;
+}
+
+/// Words of a vector of `dim` channels of so many quarters of a bit.
+uint32_t WordsOf(uint32_t quarters, uint32_t dim) { return (quarters * dim + 127) / 128; }
+
 uint32_t WordsOfBoth(uint32_t quarter_bits, const RowShape& shape) {
+  if (shape.bits.k != 0) {
+    return WordsOf(shape.bits.k, shape.head_dim) + WordsOf(shape.bits.v, shape.head_dim_v);
+  }
   return (quarter_bits * (shape.head_dim + shape.head_dim_v) + 127) / 128;
 }
 uint32_t KeyWords(uint32_t quarter_bits, const RowShape& shape) {
+  if (shape.bits.k != 0) return WordsOf(shape.bits.k, shape.head_dim);
   const uint32_t all = WordsOfBoth(quarter_bits, shape);
   return (all * shape.head_dim + shape.head_dim + shape.head_dim_v - 1) /
          (shape.head_dim + shape.head_dim_v);
@@ -142,6 +189,10 @@ class Encoder {
         const float step = code_.step[place];
         inverse_[place] = step == 0.0f ? 0.0f : 1.0f / step;
         inverse_sigma_[place] = step == 0.0f ? 0.0f : static_cast<float>(1.0 / (step * sigma));
+        weight_[place] = is_k && !getenv("QX_NOWEIGHT")
+                             ? inverse_sigma_[place] * inverse_sigma_[place] /
+                                   static_cast<float>(Distortion(bits))
+                             : 1.0f;
         n_real_ += step != 0.0f;
       }
       ends_[s] = end;
@@ -184,8 +235,8 @@ class Encoder {
     float xy[kBlock] = {}, yy[kBlock] = {};
     for (uint32_t j = 0; j < n_; ++j) {
       const float y = code_.step[j] * level_[j];
-      xy[j % kBlock] += x_[j] * y;
-      yy[j % kBlock] += y * y;
+      xy[j % kBlock] += weight_[j] * x_[j] * y;
+      yy[j % kBlock] += weight_[j] * y * y;
     }
     const float energy = Total(yy);
     return energy > 0.0f ? Total(xy) / energy : 0.0f;
@@ -225,7 +276,7 @@ class Encoder {
   uint32_t n_real_ = 0, ends_[kernels::kMaxSegments] = {};
   uint8_t codes_[kernels::kMaxPlaces];
   float x_[kernels::kMaxPlaces], level_[kernels::kMaxPlaces], inverse_[kernels::kMaxPlaces];
-  float inverse_sigma_[kernels::kMaxPlaces];
+  float inverse_sigma_[kernels::kMaxPlaces], weight_[kernels::kMaxPlaces];
 };
 
 }  // namespace
@@ -240,10 +291,23 @@ void WaterFillStats::AddKey(const float* before_rope, uint32_t head_dim) {
   }
 }
 
+float KeyBias(const WaterFillStats& s) {
+  const auto n = static_cast<double>(s.n);
+  double mean = 0.0, variance = 0.0;
+  for (size_t c = 0; c < s.k_sum.size() && s.n > 0; ++c) {
+    const double m = s.k_sum[c] / n;
+    mean = std::max(mean, std::abs(m));
+    variance += std::max(s.k_square[c] / n - m * m, 0.0) / static_cast<double>(s.k_sum.size());
+  }
+  return variance > 0.0 ? static_cast<float>(mean / std::sqrt(variance)) : 0.0f;
+}
+
 void WaterFillStats::AddValue(const float* value, uint32_t head_dim_v) {
+  v_sum.resize(head_dim_v);
   v_square.resize(head_dim_v);
   for (uint32_t c = 0; c < head_dim_v; ++c) {
     const double x = Finite(value[c]);
+    v_sum[c] += x;
     v_square[c] += x * x;
   }
   ++n;
@@ -252,13 +316,9 @@ void WaterFillStats::AddValue(const float* value, uint32_t head_dim_v) {
 WaterFillVector FillWater(std::span<const double> energy, std::span<const double> sigma,
                           uint32_t n_words, uint32_t unit) {
   const size_t dim = energy.size();
-  std::vector<uint16_t> order(dim);
-  std::iota(order.begin(), order.end(), uint16_t{0});
-  std::stable_sort(order.begin(), order.end(),
-                   [&](uint16_t a, uint16_t b) { return energy[a] > energy[b]; });
-  std::vector<double> unit_energy((dim + unit - 1) / unit, 0.0);
-  for (size_t i = 0; i < dim; ++i) unit_energy[i / unit] += energy[order[i]];
-  const std::vector<uint32_t> bits = SplitBits(unit_energy, n_words * 32 / unit);
+  const std::vector<uint16_t> order = ByEnergy(energy);
+  const std::vector<uint32_t> bits =
+      SplitBits(UnitEnergies(energy, order, unit), n_words * 32 / unit);
 
   WaterFillVector out;
   VectorCode& code = out.code;
@@ -287,14 +347,16 @@ WaterFillVector FillWater(std::span<const double> energy, std::span<const double
 WaterFillCodec::WaterFillCodec(uint32_t quarter_bits, uint32_t window, const RowShape& shape,
                                const RopeParams& rope, std::span<const WaterFillStats> stats)
     : quarter_bits_(quarter_bits), window_(window), shape_(shape) {
-  const uint32_t k_words = KeyWords(quarter_bits, shape),
-                 v_words = WordsOfBoth(quarter_bits, shape) - k_words;
+  const uint32_t n_words = WordsOfBoth(quarter_bits, shape);
   const auto root = [](std::vector<double> x) {
     for (double& each : x) each = std::sqrt(each);
     return x;
   };
+  std::vector<WaterFillVector> k_vectors, v_vectors;
+  std::vector<std::vector<double>> means;
   for (const WaterFillStats& s : stats) {
-    const std::vector<double> mean = MeanOf(s.k_sum, s.n);
+    means.push_back(MeanOf(s.k_sum, s.n));
+    const std::vector<double>& mean = means.back();
     std::vector<double> k = MeanOf(s.k_square, s.n), v = MeanOf(s.v_square, s.n);
     for (size_t c = 0; c < k.size(); ++c) k[c] = std::max(k[c] - mean[c] * mean[c], 1e-12);
     for (double& x : v) x = std::max(x, 1e-12);
@@ -304,13 +366,43 @@ WaterFillCodec::WaterFillCodec(uint32_t quarter_bits, uint32_t window, const Row
     AveragePairs(rope, weight);
     std::vector<double> energy(shape.head_dim);
     for (size_t c = 0; c < energy.size(); ++c) energy[c] = weight[c] * k[c];
-    k_.push_back(FillWater(energy, root(k), k_words, kKeyUnit));
-    v_.push_back(FillWater(v, root(v), v_words, kValueUnit));
-    k_.back().mean.assign(mean.begin(), mean.end());
+    uint32_t k_words = KeyWords(quarter_bits, shape);
+    if (shape.bits.k == 0 && !s.q_square.empty() && n_words > 1 && !getenv("QX_NOSPLIT")) {
+      double variance = 0.0;
+      for (size_t c = 0; c < v.size(); ++c) {
+        const double v_mean = s.v_sum[c] / static_cast<double>(std::max<uint64_t>(s.n, 1));
+        variance += std::max(v[c] - v_mean * v_mean, 0.0);
+      }
+      k_words = SplitWords(energy, v, variance, n_words);
+    }
+    k_vectors.push_back(FillWater(energy, root(k), k_words, kKeyUnit));
+    v_vectors.push_back(FillWater(v, root(v), n_words - k_words, kValueUnit));
   }
-  for (size_t h = 0; h < k_.size(); ++h) {
-    kernels::TokenCode code{k_[h].code, v_[h].code};
-    code.k.mean = k_[h].mean.data();
+  Keep(k_vectors, v_vectors, means);
+}
+
+/// Copies what the codes point to into one piece of memory each.
+void WaterFillCodec::Keep(std::span<const WaterFillVector> k, std::span<const WaterFillVector> v,
+                          std::span<const std::vector<double>> means) {
+  size_t n_places = 0;
+  for (const auto side : {k, v}) {
+    for (const WaterFillVector& x : side) n_places += x.step.size();
+  }
+  numbers_.reserve(n_places + k.size() * shape_.head_dim);  // pointers stay
+  channels_.reserve(n_places);
+  const auto keep = [this](const WaterFillVector& x) {
+    VectorCode code = x.code;
+    code.step = numbers_.data() + numbers_.size();
+    code.channel = channels_.data() + channels_.size();
+    numbers_.insert(numbers_.end(), x.step.begin(), x.step.end());
+    channels_.insert(channels_.end(), x.channel.begin(), x.channel.end());
+    return code;
+  };
+  codes_.reserve(k.size());
+  for (size_t h = 0; h < k.size(); ++h) {
+    kernels::TokenCode code{keep(k[h]), keep(v[h])};
+    code.k.mean = numbers_.data() + numbers_.size();
+    for (const double x : means[h]) numbers_.push_back(static_cast<float>(x));
     codes_.push_back(code);
   }
 }
@@ -322,22 +414,19 @@ BlockBytes WaterFillCodec::Bytes(uint32_t quarter_bits, uint32_t window, const R
 }
 
 size_t WaterFillCodec::LearnedBytes(const RowShape& shape) {
-  const size_t dims = size_t{shape.head_dim} + shape.head_dim_v;
-  const size_t head = (dims + 2 * kMaxPadding) * (sizeof(float) + sizeof(uint16_t)) +
-                      dims * sizeof(float) + shape.head_dim * sizeof(double) +
-                      2 * sizeof(WaterFillVector) + sizeof(kernels::TokenCode);
-  return shape.n_kv_heads * head;
+  const size_t places = RoundUp(shape.head_dim, kKeyUnit) + RoundUp(shape.head_dim_v, kValueUnit);
+  const size_t means_and_energy = 2 * size_t{shape.head_dim} * sizeof(float);
+  return shape.n_kv_heads * (places * (sizeof(float) + sizeof(uint16_t)) + means_and_energy +
+                             sizeof(kernels::TokenCode));
 }
 
 size_t WaterFillCodec::static_bytes() const {
-  size_t bytes = 0;
-  for (const auto* side : {&k_, &v_}) {
-    for (const WaterFillVector& v : *side) {
-      bytes += v.step.size() * sizeof(float) + v.channel.size() * sizeof(uint16_t) +
-               v.mean.size() * sizeof(float) + sizeof(WaterFillVector);
-    }
-  }
-  return bytes + codes_.size() * sizeof(kernels::TokenCode);
+  return numbers_.capacity() * sizeof(float) + channels_.capacity() * sizeof(uint16_t) +
+         codes_.capacity() * sizeof(kernels::TokenCode);
+}
+
+size_t WaterFillCodec::KeyBytes(uint32_t kv_head) const {
+  return kernels::TokenCodeBytes(window_, codes_[kv_head].k.n_words, kGrid);
 }
 
 void WaterFillCodec::Encode(uint32_t kv_head, uint32_t n, const float* k, const float* v,
@@ -350,7 +439,7 @@ void WaterFillCodec::Encode(uint32_t kv_head, uint32_t n, const float* k, const 
       encoder.Encode(x, t, words, words + size_t{window_} * code.n_words * 4);
   };
   encode(codes_[kv_head].k, true, k, shape_.head_dim, block);
-  encode(codes_[kv_head].v, false, v, shape_.head_dim_v, block + bytes().keys);
+  encode(codes_[kv_head].v, false, v, shape_.head_dim_v, block + KeyBytes(kv_head));
 }
 
 void WaterFillCodec::Decode(uint32_t kv_head, uint32_t n, const uint8_t* block, float* k,
@@ -370,7 +459,7 @@ void WaterFillCodec::Decode(uint32_t kv_head, uint32_t n, const uint8_t* block, 
     }
   };
   decode(codes_[kv_head].k, true, k, shape_.head_dim, block);
-  decode(codes_[kv_head].v, false, v, shape_.head_dim_v, block + bytes().keys);
+  decode(codes_[kv_head].v, false, v, shape_.head_dim_v, block + KeyBytes(kv_head));
 }
 
 }  // namespace qevict::codecs

@@ -115,10 +115,30 @@ TEST(WaterFillTest, ErrorFollowsTheDistortionOfTheSplit) {
   }
 }
 
+/// Energy of queries with which a key's error costs little, as much, and far more than a value's.
+constexpr double kQueries[] = {1e-5, 1e-2, 1e2};
+
+TEST(WaterFillTest, WordsGoWhereErrorsCostMore) {
+  Source k(64, 0.08f), v(64, 0.03f);
+  uint32_t before = 0;
+  for (const double energy : kQueries) {
+    std::vector<WaterFillStats> stats = StatsOf(k, v, 300);
+    stats[0].q_square.assign(64, energy);
+    const WaterFillCodec codec(8, 8, kShape, RopeParams{}, stats);
+    const kernels::TokenCode& code = codec.token_codes()[0];
+    EXPECT_EQ(code.k.n_words + code.v.n_words, 8u);
+    EXPECT_GT(code.k.n_words, before);
+    EXPECT_GT(code.v.n_words, 0u);
+    before = code.k.n_words;
+  }
+}
+
 TEST(WaterFillTest, KernelsReadWhatIsDecoded) {
   Source k(64, 0.08f), v(64, 0.03f);
   for (const uint32_t quarters : {4u, 7u, 9u, 13u, 16u}) {
-    const WaterFillCodec codec(quarters, 8, kShape, RopeParams{}, StatsOf(k, v, 300));
+    std::vector<WaterFillStats> stats = StatsOf(k, v, 300);
+    if (quarters % 3 != 0) stats[0].q_square.assign(64, kQueries[quarters % 3]);
+    const WaterFillCodec codec(quarters, 8, kShape, RopeParams{}, stats);
     std::vector<float> keys(512), values, k2(512), v2(512);
     for (float& x : keys) x = k.normal(k.rng);
     for (int t = 0; t < 8; ++t) {

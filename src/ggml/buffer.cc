@@ -55,7 +55,8 @@ ggml_status InitTensor(ggml_backend_buffer_t buffer, ggml_tensor* tensor) {
     return GGML_STATUS_FAILED;
   }
   if (!context->group) {
-    context->group = std::make_unique<CacheGroup>(*const_cast<Result<Config>&>(config));
+    context->group = std::make_unique<CacheGroup>(*const_cast<Result<Config>&>(config),
+                                                  context->session->statistics);
     context->session->groups.push_back(context->group.get());
   }
   Status status = context->group->AddTensor(tensor);

@@ -139,6 +139,22 @@ int qevict_get_layer(uint64_t session, uint32_t cache, uint32_t layer, uint32_t*
   });
 }
 
+int qevict_save_statistics(uint64_t session, const char* path, uint64_t model_hash,
+                           uint32_t max_tokens) {
+  if (!path) return Report(qevict::InvalidArgument("path is null"));
+  return WithSession(session, [=](Session& s) {
+    qevict::codecs::CodecStatistics statistics;
+    statistics.model_hash = model_hash;
+    for (const CacheGroup* group : s.groups) {
+      if (const Status status = group->CollectStatistics(max_tokens, statistics); !status.ok())
+        return Report(status);
+    }
+    std::sort(statistics.layers.begin(), statistics.layers.end(),
+              [](const auto& a, const auto& b) { return a.model_layer < b.model_layer; });
+    return Report(qevict::codecs::SaveStatistics(path, statistics));
+  });
+}
+
 const char* qevict_version(void) { return QEVICT_VERSION_STRING; }
 const char* qevict_last_error(void) { return qevict::plugin::LastError(); }
 

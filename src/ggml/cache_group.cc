@@ -81,6 +81,10 @@ Status CacheGroup::AddTensor(ggml_tensor* tensor) {
   return {};
 }
 
+LayerBits CacheGroup::BitsOf(const LayerBinding& layer) const {
+  return BitsOfLayer(config_, static_cast<uint32_t>(layer.model_layer));
+}
+
 std::vector<LayerShape> CacheGroup::GuessedShapes() const {
   std::vector<LayerShape> shapes;
   for (const LayerBinding& layer : layers_) {
@@ -92,7 +96,8 @@ std::vector<LayerShape> CacheGroup::GuessedShapes() const {
     const uint32_t n_heads = std::max(1u, k_row / head_dim);
     const uint32_t n_parts = config_.per_head ? n_heads : 1;
     shapes.insert(shapes.end(), n_parts,
-                  {n_heads / n_parts, k_row / n_heads, v_row / n_heads, Elem::kF16, Elem::kF16});
+                  {n_heads / n_parts, k_row / n_heads, v_row / n_heads, Elem::kF16, Elem::kF16,
+                   BitsOf(layer)});
   }
   return shapes;
 }
@@ -178,13 +183,14 @@ Status CacheGroup::EnsureCache() {
     layer.n_parts = config_.per_head ? layer.n_kv_heads : 1;
     shapes.insert(shapes.end(), layer.n_parts,
                   {layer.n_kv_heads / layer.n_parts, layer.head_dim, layer.head_dim_v,
-                   *ElemOf(layer.k), *ElemOf(layer.v)});
+                   *ElemOf(layer.k), *ElemOf(layer.v), BitsOf(layer)});
   }
   Result<std::unique_ptr<KvCache>> cache = KvCache::Create(config_, shapes, n_streams_, n_cells_);
   if (!cache.ok()) return cache.status();
   cache_ = std::move(*cache);
   for (const LayerBinding& layer : layers_) {
     if (layer.rope_known) QEVICT_RETURN_IF_ERROR(SetLayerRope(layer));
+    if (statistics_) QEVICT_RETURN_IF_ERROR(SetLayerStatistics(layer));
   }
   k_written_.assign(layers_.size(), 0);
   highest_cell_.assign(n_streams_, 0);
@@ -204,6 +210,47 @@ Status CacheGroup::EnsureCache() {
     line += ", budget " + MiB(budget);
   }
   LogInfo(line + ", kernels " + kernels::IsaName(kernels::ActiveIsa()));
+  return {};
+}
+
+Status CacheGroup::SetLayerStatistics(const LayerBinding& layer) {
+  const auto* given = statistics_->Find(static_cast<uint32_t>(layer.model_layer));
+  const codecs::RowShape shape{layer.n_kv_heads, layer.head_dim, layer.head_dim_v};
+  if (given == nullptr || given->shape.n_kv_heads != shape.n_kv_heads ||
+      given->shape.head_dim != shape.head_dim || given->shape.head_dim_v != shape.head_dim_v) {
+    return InvalidArgument("the statistics in " + config_.statistics + " do not fit layer " +
+                           std::to_string(layer.model_layer) + " of " +
+                           std::to_string(shape.n_kv_heads) + " kv heads and " +
+                           std::to_string(shape.head_dim) + "/" +
+                           std::to_string(shape.head_dim_v) +
+                           " channels: they were taken from another model");
+  }
+  const uint32_t heads_per_part = layer.n_kv_heads / layer.n_parts;
+  for (uint32_t part = 0; part < layer.n_parts; ++part) {
+    QEVICT_RETURN_IF_ERROR(cache_->SetCodecStatistics(
+        layer.first_cache_layer + part,
+        std::span(given->heads).subspan(size_t{part} * heads_per_part, heads_per_part)));
+  }
+  return {};
+}
+
+Status CacheGroup::CollectStatistics(size_t max_tokens, codecs::CodecStatistics& to) const {
+  for (const LayerBinding& layer : layers_) {
+    codecs::LayerStatistics statistics;
+    statistics.model_layer = static_cast<uint32_t>(layer.model_layer);
+    statistics.shape = {layer.n_kv_heads, layer.head_dim, layer.head_dim_v};
+    for (uint32_t part = 0; cache_ && part < layer.n_parts; ++part) {
+      for (codecs::WaterFillStats& head :
+           cache_->CodecStatistics(layer.first_cache_layer + part, max_tokens)) {
+        statistics.heads.push_back(std::move(head));
+      }
+    }
+    if (statistics.heads.empty() || statistics.heads[0].n == 0) {
+      return FailedPrecondition("layer " + std::to_string(layer.model_layer) +
+                                " holds no tokens in full precision to take statistics from");
+    }
+    to.layers.push_back(std::move(statistics));
+  }
   return {};
 }
 

@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "codecs/statistics.h"
 #include "ggml.h"
 #include "ggml/mask.h"
 #include "ggml/omp_pool.h"
@@ -53,7 +54,10 @@ struct RowGroup {
 
 class CacheGroup {
  public:
-  explicit CacheGroup(Config config) : config_(std::move(config)) {}
+  /// statistics: of Config::statistics, or null.
+  explicit CacheGroup(Config config,
+                      std::shared_ptr<const codecs::CodecStatistics> statistics = nullptr)
+      : config_(std::move(config)), statistics_(std::move(statistics)) {}
 
   /// Called by init_tensor for every cache_* tensor; refuses what cannot be held, with the sentence
   /// in the Status.
@@ -90,6 +94,10 @@ class CacheGroup {
 
   /// qevict_get_layer() for one layer: entries there are, at most `capacity` written.
   int DumpLayer(uint32_t il, uint32_t* births, uint8_t* tiers, float* scores, uint32_t capacity);
+
+  /// Adds the statistics of what all layers hold, from at most `max_tokens` tokens each. Errors:
+  /// kFailedPrecondition if they hold nothing.
+  Status CollectStatistics(size_t max_tokens, codecs::CodecStatistics& to) const;
 
   /// One log line about what was held and done; at the end of a cache that was routed.
   void LogSummary() const;
@@ -128,6 +136,7 @@ class CacheGroup {
   void FillBits(RowGroup& group, const MaskBits& mask);
   Status BoundedRoute(const LayerBinding& layer, OmpPool& pool);
   Status SetLayerRope(const LayerBinding& layer);
+  Status SetLayerStatistics(const LayerBinding& layer);
   Status CheckAttention(const ggml_tensor* op) const;
   kernels::AttentionShape ShapeOf(const ggml_tensor* op, const LayerBinding& layer, uint32_t part);
   struct GroupView {  ///< a row group against one layer: offsets into the scratch vectors below
@@ -144,9 +153,11 @@ class CacheGroup {
   Status RestoreRows(const LayerBinding& layer, bool is_k, uint32_t stream, uint32_t cell,
                      uint32_t n, const uint16_t* rows);
   std::vector<LayerShape> GuessedShapes() const;
+  LayerBits BitsOf(const LayerBinding& layer) const;
   bool WantsMass() const { return config_.preset == Preset::kQEvict; }
 
   Config config_;
+  std::shared_ptr<const codecs::CodecStatistics> statistics_;
   std::vector<LayerBinding> layers_;
   std::unique_ptr<KvCache> cache_;
   uint32_t n_streams_ = 0, n_cells_ = 0;

@@ -96,6 +96,8 @@ INSTANTIATE_TEST_SUITE_P(
                       Setting{"zipcache", "preset=pack,budget=90%,codec=zipcache,bits=4"},
                       Setting{"ott", "preset=qevict,budget=40%,codec=ott,window=32"},
                       Setting{"nqkv", "preset=pack,budget=90%,codec=nqkv,bits=4"},
+                      Setting{"kvtuner",
+                              "preset=qevict,budget=40%,codec=kvtuner,window=32,layer_bits=0:8/3"},
                       Setting{"hqe1", "preset=qevict,budget=50%,codec=hqe,bits=1,window=32"},
                       Setting{"hadamard", "preset=qevict,budget=30%,codec=hadamard,bits=3"},
                       Setting{"w4", "preset=qevict,budget=40%,window=4"},

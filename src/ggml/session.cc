@@ -52,7 +52,17 @@ std::shared_ptr<Session> Sessions::Create() {
                         " names no instruction set of this machine and build (scalar, avx2, "
                         "avx512, avx512vnni, neon, neondot): leave it unset for the best there is");
   }
-  auto session = std::make_shared<Session>(next_id_++, std::move(config));
+  std::shared_ptr<const codecs::CodecStatistics> statistics;
+  if (config.ok() && !config->statistics.empty()) {
+    Result<codecs::CodecStatistics> read = codecs::ReadStatistics(config->statistics);
+    if (read.ok()) {
+      statistics = std::make_shared<codecs::CodecStatistics>(std::move(*read));
+    } else {
+      config = read.status();
+    }
+  }
+  auto session =
+      std::make_shared<Session>(next_id_++, std::move(config), std::move(statistics));
   sessions_.push_back(session);
   last_session_of_thread = session->id;
   return session;

@@ -18,8 +18,9 @@ namespace qevict::plugin {
 /// Lives as long as its ggml_backend_t or one of its buffers. Groups are owned by their buffers.
 class Session {
  public:
-  Session(uint64_t session_id, Result<Config> session_config)
-      : id(session_id), config(std::move(session_config)) {}
+  Session(uint64_t session_id, Result<Config> session_config,
+          std::shared_ptr<const codecs::CodecStatistics> given)
+      : id(session_id), config(std::move(session_config)), statistics(std::move(given)) {}
 
   /// One budget for all caches of the context (a model with sliding windows has two); for when the
   /// tensors of one more have been added, and when what a fraction is taken of has changed.
@@ -27,6 +28,7 @@ class Session {
 
   const uint64_t id;
   const Result<Config> config;  ///< not OK: every init_tensor fails with this sentence
+  const std::shared_ptr<const codecs::CodecStatistics> statistics;  ///< Config::statistics, or null
   OmpPool pool{1};
   std::vector<CacheGroup*> groups;  ///< registered by their buffers
   ggml_abort_callback abort_callback = nullptr;

@@ -1,0 +1,95 @@
+#!/usr/bin/env bash
+# Measures packed formats: KL against the full cache on three models (everything but sinks and recents
+# packed, nothing evicted), time and bytes in the kernels, and KL along a long answer. Then writes the
+# table and the picture of docs/codecs.md from the results.
+#
+#   scripts/codecs.sh [--text FILE] [--out DIR] [part ...]
+#
+# Parts, by default all: cells (the formats of qevict at four sizes, 40,960 positions; an hour on two
+# cores), field (all formats, 8,192 positions; two hours), depth (4,000 generated tokens), kernels,
+# table. The text is WikiText-2's test file (wiki.test.raw), which is not part of the repository.
+set -euo pipefail
+. "$(dirname "$0")/common.sh"
+
+out="$repo_dir/bench/results/codecs"
+text="$repo_dir/../shared/data/wikitext2/wiki.test.raw"
+parts=()
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --text) text=${2:?scripts/codecs.sh: --text needs a file}; shift 2 ;;
+    --out) out=${2:?scripts/codecs.sh: --out needs a folder}; shift 2 ;;
+    -h | --help) sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 0 ;;
+    cells | field | depth | kernels | table) parts+=("$1"); shift ;;
+    *) echo "scripts/codecs.sh: unknown part $1 (cells, field, depth, kernels, table)" >&2; exit 2 ;;
+  esac
+done
+[ ${#parts[@]} -gt 0 ] || parts=(cells field depth kernels table)
+models=(qwen2.5-coder-0.5b smollm2 gemma3-270m)
+
+if [ -z "${QEVICT_COMMAND:-}" ]; then
+  build_release
+  QEVICT_COMMAND="$repo_dir/build/release/bin/qevict"
+fi
+mkdir -p "$out"
+
+# Formats of the papers, and qevict's own beside the four sizes of `cells`.
+field=(kivi,bits=1 kivi,bits=2 kivi,bits=3 kivi,bits=4 kivi_clip,bits=2
+  kivi_clip,bits=3 kivi_post,bits=2 kivi_post,bits=4 byte_grid,bits=2 byte_grid,bits=3
+  kvquant,bits=2 kvquant,bits=3 kvquant,bits=4 zipcache,bits=2 zipcache,bits=4 ott,bits=2
+  'kvtuner,layer_bits=*:4/2;0-1:8/8' nqkv,bits=4 hqe,bits=1 hqe,bits=2 hqe,bits=4
+  hadamard,bits=1 hadamard,bits=2 hadamard,bits=3 hadamard,bits=4
+  token,bits=2 token,bits=3 token,bits=4 token,bits=8)
+paper=kivi,bits=2,window=8  # QEvict's own
+rates=(1 1.5 2 2.5 3 4)
+cell_rates=(1.25 1.5 2 2.5 3)
+
+# caches CODEC,SETTINGS...: the options that name them
+caches() {
+  local c
+  for c in "$@"; do printf -- '--cache\ncodec=%s\n' "$c"; done
+}
+
+# kld NAME MODEL CHUNKS CACHE...: summaries of one run, 1,024 prompt and 1,024 scored tokens a chunk
+kld() {
+  local name="$1" model="$2" chunks="$3" options
+  shift 3
+  mapfile -t options < <(caches "$@")
+  step "$name: $# formats, $chunks chunks"
+  "$QEVICT_COMMAND" eval kld -m "$("$repo_dir/scripts/models.py" "$model")" -f "$text" --pack-all \
+    --window 32 --chunks "$chunks" --prompt 1024 --score 1024 --floor -o json "${options[@]}" |
+    keep >"$out/$name.jsonl"
+}
+
+# Summaries alone, without the folders of this machine.
+keep() {
+  grep '"type":"summary"' | sed -E 's#("(model|file)":")[^"]*/#\1#g'
+}
+
+for part in "${parts[@]}"; do
+  case "$part" in
+    cells)
+      for model in qwen2.5-coder-0.5b smollm2; do
+        kld "cells-$model" "$model" 40 "${cell_rates[@]/#/wf,bits=}"
+      done ;;
+    field)
+      for model in "${models[@]}"; do
+        kld "field-$model" "$model" 8 "${field[@]}" "${rates[@]/#/wf,bits=}"
+        kld "paper-$model" "$model" 8 "$paper"  # apart: its steps are of 8 tokens
+      done ;;
+    depth)
+      for model in qwen2.5-coder-0.5b smollm2; do
+        step "depth-$model"
+        "$QEVICT_COMMAND" eval kld -m "$("$repo_dir/scripts/models.py" "$model")" -f "$text" \
+          --pack-all --window 32 --chunks 2 --prompt 2000 --score 4000 --by-depth 16 --generate \
+          --temp 0.8 --seed 1 --floor -o json --cache codec=wf,bits=2.5 --cache codec=wf,bits=2 |
+          keep >"$out/depth-$model.jsonl"
+      done ;;
+    kernels)
+      step "kernels"
+      mapfile -t options < <(caches "${field[@]}" "$paper" "${rates[@]/#/wf,bits=}")
+      "$QEVICT_COMMAND" bench codecs -r 11 -o json "${options[@]}" >"$out/kernels.json" ;;
+    table)
+      step "table and picture"
+      "$(python_env plots matplotlib==3.10.7)" "$repo_dir/bench/codecs.py" "$out" "$repo_dir/docs/codecs.md" ;;
+  esac
+done

@@ -1,0 +1,133 @@
+// qevict calibrate codec: the statistics of codec=wf from a text, so that they need not come from
+// each prompt.
+#include <filesystem>
+
+#include "cli/commands.h"
+#include "cli/generate.h"
+#include "cli/report.h"
+#include "cli/run.h"
+#include "cli/statistics_file.h"
+#include "codecs/statistics.h"
+
+namespace qevict::cli {
+namespace {
+
+struct CalibrateOptions {
+  std::string model, file, output;
+  int64_t n_tokens = 4096, n_batch = 512, n_threads = 0;
+  bool verbose = false;
+  Format format = Format::kMarkdown;
+};
+
+/// Everything stays full precision while a prompt is read; with wf queries are noted, too.
+Config FullPrecision() {
+  Config config;
+  config.preset = Preset::kPack;
+  config.codec = CodecId::kWaterFill;
+  config.prefill = Prefill::kFull;
+  config.budget_fraction = 1.0;
+  return config;
+}
+
+Status Collect(const CalibrateOptions& o, const std::string& text, uint64_t hash) {
+  const Result<Model> model = Model::Load(o.model, Device::kQEvict);
+  if (!model.ok()) return model.status();
+  Result<std::vector<llama_token>> tokens = model->Tokenize(text, true, false);
+  if (!tokens.ok()) return tokens.status();
+  const auto n_tokens = static_cast<size_t>(o.n_tokens);
+  if (tokens->size() < n_tokens) {
+    return InvalidArgument("file " + o.file + " has " + std::to_string(tokens->size()) +
+                           " tokens, but --tokens asks for " + std::to_string(n_tokens));
+  }
+  tokens->resize(n_tokens);
+  ContextOptions options;
+  options.n_ctx = static_cast<uint32_t>((n_tokens + 255) / 256 * 256);
+  options.n_batch = options.n_ubatch = static_cast<uint32_t>(o.n_batch);
+  options.n_threads = static_cast<int>(o.n_threads);
+  Result<Context> context = Context::Create(*model, options, FullPrecision());
+  if (!context.ok()) return context.status();
+  QEVICT_RETURN_IF_ERROR(
+      ReadPrompt(*context, *tokens, options.n_batch, "reading the calibration text"));
+  return context->SaveStatistics(o.output, hash, static_cast<uint32_t>(o.n_tokens));
+}
+
+void PrintSummary(const CalibrateOptions& o, const codecs::CodecStatistics& statistics) {
+  float bias = 0.0f;
+  uint64_t n_heads = 0;
+  for (const codecs::LayerStatistics& layer : statistics.layers) {
+    n_heads += layer.heads.size();
+    for (const codecs::WaterFillStats& head : layer.heads)
+      bias = std::max(bias, codecs::KeyBias(head));
+  }
+  std::error_code error;
+  const uint64_t bytes = std::filesystem::file_size(o.output, error);
+  const Metrics metrics = {
+      {"output", "statistics file", TextCell(o.output)},
+      {"output_bytes", "size", BytesCell(error ? 0 : bytes)},
+      {"tokens", "tokens read", CountCell(static_cast<uint64_t>(o.n_tokens))},
+      {"layers", "layers", CountCell(statistics.layers.size())},
+      {"kv_heads", "kv heads of all layers", CountCell(n_heads)},
+      {"key_bias", "largest key bias, standard deviations", FixedCell(double{bias}, 1)}};
+  if (o.format == Format::kJson) {
+    PrintText(JsonText(ToJson(metrics)) + "\n");
+    return;
+  }
+  const Table table = ToTable({{"value", metrics}});
+  PrintText(o.format == Format::kCsv ? table.ToCsv() : table.ToMarkdown());
+}
+
+int Calibrate(CalibrateOptions o) {
+  if (const Status s = CheckModelFile(o.model); !s.ok()) return Fail(s);
+  if (o.file.empty()) return Fail(InvalidArgument("there is no text: give -f FILE"));
+  const Result<std::string> text = ReadTextFile(o.file);
+  if (!text.ok()) return Fail(text.status());
+  if (o.output.empty()) o.output = o.model + ".statistics";
+  const Result<uint64_t> hash = HashFile(o.model);
+  if (!hash.ok()) return Fail(hash.status());
+  if (const Status s = InitLlama(o.verbose); !s.ok()) return Fail(s);
+  if (const Status s = Collect(o, *text, *hash); !s.ok()) return Fail(s);
+  const Result<codecs::CodecStatistics> written = codecs::ReadStatistics(o.output);
+  if (!written.ok()) return Fail(written.status());
+  PrintSummary(o, *written);
+  return kOk;
+}
+
+Command AddCodec(CLI::App& calibrate) {
+  constexpr const char* kInput = "Input";
+  auto o = std::make_shared<CalibrateOptions>();
+  o->n_threads = UsableCpus();
+  CLI::App* app = calibrate.add_subcommand("codec", "statistics of codec=wf from a text");
+  SetHelp(*app,
+          "Reads a text with the full cache and writes what codec=wf is made of: per kv head the\n"
+          "mean of the keys and the energy of keys, values and queries per channel.",
+          "qevict calibrate codec -m FILE -f TEXT [options]",
+          "  qevict calibrate codec -m model.gguf -f book.txt\n"
+          "  qevict run -m model.gguf -f prompt.txt --budget 20% \\\n"
+          "    --set codec=wf,statistics=model.gguf.statistics\n\n"
+          "Without such a file wf takes its statistics from each prompt, when it packs the first\n"
+          "window. The file names the model by a hash of its file; qevict refuses it for another.\n");
+  AddModel(*app, o->model)->group(kInput);
+  AddText(*app, "-f,--file", o->file, "FILE", "text, read as raw tokens")->group(kInput);
+  AddInteger(*app, "--tokens", o->n_tokens, 64, 1 << 20, "tokens of the text that are read")
+      ->group(kInput);
+  AddInteger(*app, "-b,--batch-size", o->n_batch, 1, 65536, "tokens per step")->group(kInput);
+  AddInteger(*app, "-t,--threads", o->n_threads, 1, 1024, "CPU threads")->group(kInput);
+  AddText(*app, "--write", o->output, "FILE", "file that is written")
+      ->default_str("MODEL.statistics")
+      ->group("Output");
+  AddFormat(*app, o->format, "form of the summary")->group("Output");
+  AddFlag(*app, "-v,--verbose", o->verbose, "show the log of llama.cpp")->group("Output");
+  return {app, [o] { return Calibrate(*o); }};
+}
+
+}  // namespace
+
+std::vector<Command> AddCalibrate(CLI::App& root) {
+  CLI::App* calibrate = root.add_subcommand("calibrate", "take statistics from a text");
+  SetHelp(*calibrate, "Takes statistics of a model from a text.", "qevict calibrate TASK [options]",
+          "  qevict calibrate codec -m model.gguf -f book.txt\n");
+  calibrate->require_subcommand(1)->group("Commands");
+  return {AddCodec(*calibrate)};
+}
+
+}  // namespace qevict::cli

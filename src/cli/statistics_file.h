@@ -1,0 +1,18 @@
+// The side file of `qevict calibrate codec` and the model that it belongs to.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "qevict/config.h"
+
+namespace qevict::cli {
+
+/// FNV-1a (64 bits) of a whole file, with progress on stderr. Errors: kNotFound.
+Result<uint64_t> HashFile(const std::string& path);
+
+/// Whether Config::statistics, if there is one, was taken from this model. Errors: kNotFound,
+/// kInvalidArgument naming both hashes.
+Status CheckStatistics(const Config& config, const std::string& model);
+
+}  // namespace qevict::cli
