@@ -10,6 +10,7 @@ replaced; the pictures are codecs-kl.svg and codecs-depth.svg.
 
 import json
 import pathlib
+import re
 import sys
 
 import matplotlib
@@ -25,7 +26,7 @@ BEGIN, END = "<!-- codecs: begin -->", "<!-- codecs: end -->"
 
 def name_of(policy):
     """`codec=wf,bits=2` as `wf,bits=2`."""
-    return policy.removeprefix("codec=")
+    return re.sub(r",statistics=[^,]*", ",statistics", policy.removeprefix("codec="))
 
 
 def codec_of(name):
@@ -63,9 +64,11 @@ def share_text(result):
 
 def all_formats(results, kernels):
     """One row per format: bytes and KL on each model, and what the kernels take."""
-    first = results["qwen2.5-coder-0.5b"] or next(iter(results.values()))
+    first = {}
+    for model in MODELS:
+        first |= {n: r for n, r in results[model].items() if n not in first}
     names = [n for n in first if n != "floor"]
-    names.sort(key=lambda n: (codec_of(n) in OURS, codec_of(n), first[n]["packed_share_percent"]))
+    names.sort(key=lambda n: (codec_of(n) in OURS, codec_of(n), "statistics" in n, first[n]["packed_share_percent"]))
     rows = []
     for name in names:
         row = [f"`{name}`"]
@@ -145,12 +148,14 @@ def draw_kl(results, path):
         by_codec = {}
         for name, r in results[model].items():
             if name != "floor":
-                key = "kivi, window 8" if "window=8" in name else codec_of(name)
+                key = codec_of(name) + (", window 8" if "window=8" in name else "")
+                key += ", calibrated" if "statistics" in name else ""
                 by_codec.setdefault(key, []).append((r["packed_share_percent"] * 0.16, r["kl_mean"]))
         for i, (codec, points) in enumerate(sorted(by_codec.items())):
             points.sort()
             axes.plot(*zip(*points), label=codec, marker="o" if codec in OURS else "vsD^x*"[i % 6], markersize=4,
-                      linewidth=2.5 if codec == "wf" else 0.8, color="black" if codec == "wf" else None)
+                      linewidth=2.5 if codec.startswith("wf") else 0.8,
+                      color={"wf": "gray", "wf, calibrated": "black"}.get(codec))
         if "floor" in results[model]:
             axes.axhline(results[model]["floor"]["kl_mean"], linestyle=":", color="gray", label="floor")
         axes.set_title(label)

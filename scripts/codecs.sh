@@ -3,34 +3,37 @@
 # packed, nothing evicted), time and bytes in the kernels, and KL along a long answer. Then writes the
 # table and the picture of docs/codecs.md from the results.
 #
-#   scripts/codecs.sh [--text FILE] [--out DIR] [part ...]
+#   scripts/codecs.sh [--text FILE] [--calibration FILE] [--out DIR] [part ...]
 #
-# Parts, by default all: cells (the formats of qevict at four sizes, 40,960 positions; an hour on two
-# cores), field (all formats, 8,192 positions; two hours), depth (4,000 generated tokens), kernels,
-# table. The text is WikiText-2's test file (wiki.test.raw), which is not part of the repository.
+# Parts, by default all: calibrate (bits of layers, on another text; half an hour on two cores), cells
+# (wf with these, at four sizes, 40,960 positions; an hour), field (all formats, 8,192 positions; two
+# hours), depth (4,000 generated tokens), kernels, table. The texts are WikiText-2's test file and, for
+# calibrate, a part of its validation file; neither is part of the repository.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 
 out="$repo_dir/bench/results/codecs"
 text="$repo_dir/../shared/data/wikitext2/wiki.test.raw"
+calibration="$repo_dir/../shared/data/wikitext2/wiki.valid.shared.raw"
 parts=()
 while [ $# -gt 0 ]; do
   case "$1" in
     --text) text=${2:?scripts/codecs.sh: --text needs a file}; shift 2 ;;
+    --calibration) calibration=${2:?scripts/codecs.sh: --calibration needs a file}; shift 2 ;;
     --out) out=${2:?scripts/codecs.sh: --out needs a folder}; shift 2 ;;
     -h | --help) sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 0 ;;
-    cells | field | depth | kernels | table) parts+=("$1"); shift ;;
-    *) echo "scripts/codecs.sh: unknown part $1 (cells, field, depth, kernels, table)" >&2; exit 2 ;;
+    calibrate | cells | field | depth | kernels | table) parts+=("$1"); shift ;;
+    *) echo "scripts/codecs.sh: unknown part $1 (calibrate, cells, field, depth, kernels, table)" >&2; exit 2 ;;
   esac
 done
-[ ${#parts[@]} -gt 0 ] || parts=(cells field depth kernels table)
+[ ${#parts[@]} -gt 0 ] || parts=(calibrate cells field depth kernels table)
 models=(qwen2.5-coder-0.5b smollm2 gemma3-270m)
 
 if [ -z "${QEVICT_COMMAND:-}" ]; then
   build_release
   QEVICT_COMMAND="$repo_dir/build/release/bin/qevict"
 fi
-mkdir -p "$out"
+mkdir -p "$out" "$cache_dir/statistics"
 
 # Formats of the papers, and qevict's own beside the four sizes of `cells`.
 field=(kivi,bits=1 kivi,bits=2 kivi,bits=3 kivi,bits=4 kivi_clip,bits=2
@@ -41,7 +44,7 @@ field=(kivi,bits=1 kivi,bits=2 kivi,bits=3 kivi,bits=4 kivi_clip,bits=2
   token,bits=2 token,bits=3 token,bits=4 token,bits=8)
 paper=kivi,bits=2,window=8  # QEvict's own
 rates=(1 1.5 2 2.5 3 4)
-cell_rates=(1.25 1.5 2 2.5 3)
+cell_rates=(1.5 2 2.5 3)
 
 # caches CODEC,SETTINGS...: the options that name them
 caches() {
@@ -54,22 +57,35 @@ kld() {
   local name="$1" model="$2" chunks="$3" options
   shift 3
   mapfile -t options < <(caches "$@")
+  # The floor costs as much as a format, and is the same wherever it is measured.
+  case "$name" in paper-*) options+=(--floor) ;; esac
   step "$name: $# formats, $chunks chunks"
   "$QEVICT_COMMAND" eval kld -m "$("$repo_dir/scripts/models.py" "$model")" -f "$text" --pack-all \
-    --window 32 --chunks "$chunks" --prompt 1024 --score 1024 --floor -o json "${options[@]}" |
+    --window 32 --chunks "$chunks" --prompt 1024 --score 1024 -o json "${options[@]}" |
     keep >"$out/$name.jsonl"
 }
 
 # Summaries alone, without the folders of this machine.
 keep() {
-  grep '"type":"summary"' | sed -E 's#("(model|file)":")[^"]*/#\1#g'
+  grep '"type":"summary"' | sed -E 's#("(model|file)":")[^"]*/#\1#g; s#statistics=[^,"]*/#statistics=#g'
 }
+
+# The side file of a model.
+statistics() { echo "$cache_dir/statistics/$1"; }
 
 for part in "${parts[@]}"; do
   case "$part" in
+    calibrate)
+      for model in "${models[@]}"; do
+        step "calibrate $model"
+        "$QEVICT_COMMAND" calibrate codec -m "$("$repo_dir/scripts/models.py" "$model")" \
+          -f "$calibration" --write "$(statistics "$model")" -o json >"$out/calibrate-$model.json.part"
+        sed -E 's#("output": ")[^"]*/#\1#' "$out/calibrate-$model.json.part" >"$out/calibrate-$model.json"
+        rm "$out/calibrate-$model.json.part"
+      done ;;
     cells)
-      for model in qwen2.5-coder-0.5b smollm2; do
-        kld "cells-$model" "$model" 40 "${cell_rates[@]/#/wf,bits=}"
+      for model in "${models[@]}"; do
+        kld "cells-$model" "$model" 40 "${cell_rates[@]/#/wf,statistics=$(statistics "$model"),bits=}"
       done ;;
     field)
       for model in "${models[@]}"; do
@@ -80,8 +96,9 @@ for part in "${parts[@]}"; do
       for model in qwen2.5-coder-0.5b smollm2; do
         step "depth-$model"
         "$QEVICT_COMMAND" eval kld -m "$("$repo_dir/scripts/models.py" "$model")" -f "$text" \
-          --pack-all --window 32 --chunks 2 --prompt 2000 --score 4000 --by-depth 16 --generate \
-          --temp 0.8 --seed 1 --floor -o json --cache codec=wf,bits=2.5 --cache codec=wf,bits=2 |
+          --pack-all --window 32 --chunks 1 --prompt 2000 --score 4000 --by-depth 16 --generate \
+          --temp 0.8 --seed 1 -o json --cache codec=wf,bits=2.5 \
+          --cache "codec=wf,bits=2.5,statistics=$(statistics "$model")" |
           keep >"$out/depth-$model.jsonl"
       done ;;
     kernels)

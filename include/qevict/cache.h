@@ -172,16 +172,16 @@ class KvCache {
   void AddMass(uint32_t il, std::span<const WindowId> ids, const float* mass, size_t head_stride,
                uint32_t n_heads, uint32_t n_queries);
 
-  /// Energy of queries for codecs that learn from it: sums of (scale * q)^2, [n_kv_heads][head_dim],
-  /// over `n_queries` (query rows times the query heads of a kv head). Ignored once the layer's
-  /// codec is made.
+  /// Energy of queries for codecs that learn from it: sums of (scale * q)^2,
+  /// [n_kv_heads][head_dim], over `n_queries` (query rows times the query heads of a kv head).
+  /// Ignored once the layer's codec is made.
   void AddQueryEnergy(uint32_t il, const float* squares, uint64_t n_queries);
   /// True while AddQueryEnergy is of use.
   bool WantsQueryEnergy(uint32_t il) const;
 
-  /// What the codec of a layer that learns (wf) is made of instead of the layer's own rows; call
-  /// before the layer packs its first window. stats: [n_kv_heads], copied, and charged to the
-  /// budget. Errors: kInvalidArgument if they are of another shape.
+  /// Makes the codec of a layer (wf) of these statistics instead of the layer's own rows; after
+  /// SetRope, and before the layer packs its first window. stats: [n_kv_heads]. Errors:
+  /// kInvalidArgument if they are of another shape, kFailedPrecondition if it is too late.
   Status SetCodecStatistics(uint32_t il, std::span<const codecs::WaterFillStats> stats);
   /// The same statistics of what the layer holds in full precision (thinned to `max_tokens`) and of
   /// the queries seen; [n_kv_heads].

@@ -112,11 +112,11 @@ struct LayerBits {
 LayerBits BitsOfLayer(const Config& config, uint32_t model_layer);
 
 /// Parses the text form on top of the defaults (or of `base`).
-/// Keys: preset budget budget_tokens sinks recents window interval q codec bits layer_bits statistics promotion prefill
-/// local_mode charge_dormant fill_slack per_head scores init_rows first_event score ema_lambda
-/// p_norm key_norm_sign check. `budget`: `20%`, `0.2`, or bytes with unit (`512MiB`, `2GiB`,
-/// `1000000B`, `64KiB`). `recents`: tokens or `25%`. `q`: 0...1. Errors: kInvalidArgument naming
-/// the key, the value and the legal range. Never throws.
+/// Keys: preset budget budget_tokens sinks recents window interval q codec bits layer_bits
+/// statistics promotion prefill local_mode charge_dormant fill_slack per_head scores init_rows
+/// first_event score ema_lambda p_norm key_norm_sign check. `budget`: `20%`, `0.2`, or bytes with
+/// unit (`512MiB`, `2GiB`, `1000000B`, `64KiB`). `recents`: tokens or `25%`. `q`: 0...1. Errors:
+/// kInvalidArgument naming the key, the value and the legal range. Never throws.
 Result<Config> ParseConfig(std::string_view text, const Config& base = {});
 /// ParseConfig, or, where `text` names a readable file (contains no '='), of the file's contents.
 /// kNotFound if neither.

@@ -50,10 +50,9 @@ bool InRange(const Config& config) {
 /// Names of the enumerators, in the order of their values.
 constexpr std::string_view kPresetNames[] = {"full", "streaming", "qevict", "pack"};
 constexpr std::string_view kPromotionNames[] = {"codes", "pinned", "none"};
-constexpr std::string_view kCodecNames[] = {"kivi",      "token",     "wf",      "kivi_clip",
-                                            "kivi_post", "byte_grid", "kvquant", "zipcache",
-                                            "ott",       "nqkv",      "hqe",     "hadamard",
-                                            "kvtuner"};
+constexpr std::string_view kCodecNames[] = {
+    "kivi",     "token", "wf",   "kivi_clip", "kivi_post", "byte_grid", "kvquant",
+    "zipcache", "ott",   "nqkv", "hqe",       "hadamard",  "kvtuner"};
 constexpr std::string_view kPrefillNames[] = {"auto", "full", "bounded"};
 constexpr std::string_view kScoreNames[] = {"cumulative", "ema", "p_norm", "key_norm"};
 constexpr std::string_view kLocalModeNames[] = {"aligned", "windows"};

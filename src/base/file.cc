@@ -11,8 +11,8 @@ std::optional<std::string> ReadFile(const std::string& path, size_t max_bytes) {
   std::string contents;
   char buffer[1 << 16];
   while (contents.size() <= max_bytes) {
-    const size_t n = std::fread(buffer, 1, std::min(sizeof(buffer), max_bytes + 1 - contents.size()),
-                                file);
+    const size_t n =
+        std::fread(buffer, 1, std::min(sizeof(buffer), max_bytes + 1 - contents.size()), file);
     if (n == 0) break;
     contents.append(buffer, n);
   }

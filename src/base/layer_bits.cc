@@ -82,9 +82,8 @@ bool internal::LayerBitsFit(const Config& config) {
     return any_rate || (quarters % 4 == 0 && (quarters <= 16 || quarters == 32));
   };
   bool all_fit = true;
-  ForItems(config.layer_bits, [&](const Item& item) {
-    all_fit = all_fit && fits(item.bits.k) && fits(item.bits.v);
-  });
+  ForItems(config.layer_bits,
+           [&](const Item& item) { all_fit = all_fit && fits(item.bits.k) && fits(item.bits.v); });
   return all_fit;
 }
 

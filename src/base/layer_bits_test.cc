@@ -39,8 +39,7 @@ TEST(LayerBitsTest, BadListsAreNamed) {
     const Result<Config> config =
         ParseConfig(std::string("codec=kvtuner,window=8,layer_bits=") + list);
     ASSERT_FALSE(config.ok()) << list;
-    EXPECT_NE(config.status().message().find(std::string("layer_bits=") + list),
-              std::string::npos)
+    EXPECT_NE(config.status().message().find(std::string("layer_bits=") + list), std::string::npos)
         << config.status().message();
   }
 }

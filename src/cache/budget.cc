@@ -123,9 +123,6 @@ uint64_t KvCache::Impl::FixedTableBytes() const {
   }
   for (const auto& table : rope_tables) bytes += table->bytes();
   for (const ShapePools& p : pools) bytes += p.n_layers * p.learned_bytes;
-  for (const LayerState& layer : layers) {
-    for (const codecs::WaterFillStats& stats : layer.statistics) bytes += stats.bytes();
-  }
   return bytes;
 }
 

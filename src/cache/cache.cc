@@ -274,7 +274,7 @@ void KvCache::AddQueryEnergy(uint32_t il, const float* squares, uint64_t n_queri
 
 bool KvCache::WantsQueryEnergy(uint32_t il) const {
   return il < impl_->layers.size() && codecs::WantsQueryEnergy(impl_->config) &&
-         !impl_->layers[il].learned && impl_->layers[il].statistics.empty();
+         !impl_->layers[il].learned;
 }
 
 float KvCache::key_bias() const { return impl_->key_bias; }

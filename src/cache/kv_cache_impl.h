@@ -153,9 +153,10 @@ struct LayerState {
   uint64_t f16_token_bytes = 0;
   std::shared_ptr<const codecs::Codec> codec;
   uint64_t n_queries = 0;
-  std::vector<float> query_energy;  // sums over n_queries,  // [n_kv_heads][head_dim], for codecs that learn
-  bool learned = false;              // the layer's rows have been looked at
-  std::vector<codecs::WaterFillStats> statistics;  // given from outside, or none
+  std::vector<float>
+      query_energy;      // sums over n_queries,  // [n_kv_heads][head_dim], for codecs that learn
+  bool learned = false;  // the layer's rows have been looked at
+  bool calibrated = false;  // the codec is made of given statistics
 };
 
 /// One layer of one sequence.

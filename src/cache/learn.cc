@@ -50,6 +50,7 @@ std::vector<float> KvCache::Impl::MeanQueryEnergy(uint32_t il) const {
 /// Everything is forgotten.
 void KvCache::Impl::Relearn() {
   for (LayerState& layer : layers) {
+    if (layer.calibrated) continue;
     layer.codec = pools[layer.pools].codec;
     layer.learned = false;
     layer.query_energy.clear();
@@ -104,12 +105,7 @@ void KvCache::Impl::LearnCodec(uint32_t il) {
     layer.learned = true;
     return;
   }
-  if (!layer.statistics.empty()) {
-    if (layer.learned) return;
-    layer.codec = codecs::MakeWaterFill(config, RowsOf(p.shape), layer.rope, layer.statistics);
-    layer.learned = true;
-    return;
-  }
+  if (layer.calibrated) return;
   const auto holds = [il](const SlotOwner& owner) { return owner.layer == il; };
   if (layer.learned && std::any_of(p.packed.owners.begin(), p.packed.owners.end(), holds)) return;
   const auto learner = codecs::MakeLearner(config, RowsOf(p.shape), layer.rope);
@@ -128,14 +124,20 @@ Status KvCache::SetCodecStatistics(uint32_t il, std::span<const codecs::WaterFil
            (s.q_square.empty() || s.q_square.size() == shape.head_dim);
   };
   if (stats.size() != shape.n_kv_heads || !std::all_of(stats.begin(), stats.end(), fits)) {
-    return InvalidArgument("codec statistics of " + std::to_string(stats.size()) +
-                           " kv heads do not fit layer " + std::to_string(il) + ", which has " +
-                           std::to_string(shape.n_kv_heads) + " of " +
-                           std::to_string(shape.head_dim) + "/" +
-                           std::to_string(shape.head_dim_v) + " channels");
+    return InvalidArgument(
+        "codec statistics of " + std::to_string(stats.size()) + " kv heads do not fit layer " +
+        std::to_string(il) + ", which has " + std::to_string(shape.n_kv_heads) + " of " +
+        std::to_string(shape.head_dim) + "/" + std::to_string(shape.head_dim_v) + " channels");
   }
-  c.layers[il].statistics.assign(stats.begin(), stats.end());
-  c.UpdateLimit();
+  LayerState& layer = c.layers[il];
+  const auto holds = [il](const SlotOwner& owner) { return owner.layer == il; };
+  const std::vector<SlotOwner>& packed = c.PoolsOf(il).packed.owners;
+  if (std::any_of(packed.begin(), packed.end(), holds)) {
+    return FailedPrecondition("layer " + std::to_string(il) +
+                              " holds packed windows; its codec cannot change now");
+  }
+  layer.codec = codecs::MakeWaterFill(c.config, RowsOf(shape), layer.rope, stats);
+  layer.learned = layer.calibrated = true;
   return {};
 }
 

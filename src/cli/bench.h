@@ -1,7 +1,7 @@
-// qevict bench: the plug-in beside llama.cpp's CPU backend, whole models, attention alone, and packed
-// formats.
-// Both kinds check the result before they time it, and measure in pairs: the two sides take turns
-// within seconds of each other, so that a machine that changes its pace changes both.
+// qevict bench: the plug-in beside llama.cpp's CPU backend, whole models, attention alone, and
+// packed formats. Both kinds check the result before they time it, and measure in pairs: the two
+// sides take turns within seconds of each other, so that a machine that changes its pace changes
+// both.
 #pragma once
 
 #include <vector>

@@ -20,10 +20,10 @@ struct CodecBenchPlan {
 struct CodecRow {
   std::string name;
   size_t layer_bytes = 0, static_bytes = 0, workspace_bytes = 0;
-  double error = 0;              ///< of outputs over the decoded values, relative to the largest
-  std::vector<double> layer_ms;  ///< a repetition, per layer
+  double error = 0;               ///< of outputs over the decoded values, relative to the largest
+  std::vector<double> layer_ms;   ///< a repetition, per layer
   std::vector<double> encode_us;  ///< per token and kv head, one per layer
-  std::vector<double> ratios;    ///< full precision / this format, of each round
+  std::vector<double> ratios;     ///< full precision / this format, of each round
 };
 
 /// Full precision is the first row. Errors: kInvalidArgument for lengths that are no windows,

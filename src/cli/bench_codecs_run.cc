@@ -72,8 +72,7 @@ class PackedLayer {
       uint8_t* window = data_ + place[w] * window_bytes;
       for (uint32_t h = 0; h < shape_.n_kv_heads; ++h)
         EncodeWindow(rows, w, h, window + h * head_bytes_);
-      windows_.push_back(
-          {window, static_cast<int32_t>(w * config.window), codec_->format(), 1});
+      windows_.push_back({window, static_cast<int32_t>(w * config.window), codec_->format(), 1});
     }
     encode_us_ = timer.ms() * 1e3 / n_tokens_ / shape_.n_kv_heads;
     visible_.assign(n_windows, config.window == 32 ? ~0u : (1u << config.window) - 1);
@@ -228,8 +227,8 @@ class Contender {
 class FullContender final : public Contender {
  public:
   explicit FullContender(const CodecBenchPlan& plan) {
-    kernels::ProblemParams p = kernels::LayerParams(plan.shape.layer(), kernels::Formats::kFull, 1,
-                                                    plan.n_tokens);
+    kernels::ProblemParams p =
+        kernels::LayerParams(plan.shape.layer(), kernels::Formats::kFull, 1, plan.n_tokens);
     p.scattered = true;
     for (uint32_t i = 0; i < plan.n_layers; ++i, ++p.seed)
       layers_.push_back(std::make_unique<kernels::Problem>(p));
@@ -290,8 +289,7 @@ class CodecBench {
       const RandomRows rows(plan_.shape, plan_.n_tokens, 100 + i);
       packed->layers.push_back(
           std::make_unique<PackedLayer>(plan_, cache.config, rows, table, 200 + i));
-      if (!packed->layers.back()->ok())
-        return ResourceExhausted("no memory for " + cache.policy);
+      if (!packed->layers.back()->ok()) return ResourceExhausted("no memory for " + cache.policy);
       row.encode_us.push_back(packed->layers.back()->encode_us());
     }
     row.layer_bytes = packed->layers[0]->bytes();

@@ -180,7 +180,8 @@ class ModelBench {
 
   static double MeanKl(const Rows& base, const Rows& run) {
     double sum = 0.0;
-    for (size_t i = 0; i < base.size(); ++i) sum += ComparePosition(ReferenceRow(base[i]), run[i], 0).kl;
+    for (size_t i = 0; i < base.size(); ++i)
+      sum += ComparePosition(ReferenceRow(base[i]), run[i], 0).kl;
     return sum / static_cast<double>(base.size());
   }
 

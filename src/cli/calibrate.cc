@@ -1,13 +1,13 @@
 // qevict calibrate codec: the statistics of codec=wf from a text, so that they need not come from
-// each prompt.
+// each prompt, and what packing costs in each layer, so that layers get bits by need.
 #include <filesystem>
 
 #include "cli/commands.h"
-#include "cli/generate.h"
+#include "cli/eval.h"
 #include "cli/report.h"
 #include "cli/run.h"
 #include "cli/statistics_file.h"
-#include "codecs/statistics.h"
+#include "codecs/allocate.h"
 
 namespace qevict::cli {
 namespace {
@@ -15,6 +15,7 @@ namespace {
 struct CalibrateOptions {
   std::string model, file, output;
   int64_t n_tokens = 4096, n_batch = 512, n_threads = 0;
+  int64_t n_loss_chunks = 1;
   bool verbose = false;
   Format format = Format::kMarkdown;
 };
@@ -51,6 +52,65 @@ Status Collect(const CalibrateOptions& o, const std::string& text, uint64_t hash
   return context->SaveStatistics(o.output, hash, static_cast<uint32_t>(o.n_tokens));
 }
 
+/// Mean KL of each layer's keys and values at 1 and 2 bits, all else at 4, over that of all at 4.
+class LossMeasurement {
+ public:
+  LossMeasurement(const CalibrateOptions& o, codecs::CodecStatistics& statistics)
+      : statistics_(statistics) {
+    eval_.command = "calibrate codec";
+    eval_.model = o.model;
+    eval_.file = o.file;
+    eval_.n_chunks = o.n_loss_chunks;
+    eval_.n_prompt = 1024;
+    eval_.n_score = 512;
+    eval_.n_batch = o.n_batch;
+    eval_.n_threads = o.n_threads;
+    base_.preset = Preset::kPack;
+    base_.budget_fraction = 1.0;
+    base_.sinks = 8;
+    base_.window = kWindow;
+    base_.codec = CodecId::kWaterFill;
+    base_.statistics = o.output;
+  }
+
+  Status Run(const std::string& text) {
+    Add("all layers at 4 bits", "");
+    for (const codecs::LayerStatistics& layer : statistics_.layers) {
+      const std::string name = std::to_string(layer.model_layer);
+      for (const char* bits : {"1", "2"}) {
+        Add("keys of layer " + name + " at " + bits, ";" + name + ":" + bits + "/4");
+        Add("values of layer " + name + " at " + bits, ";" + name + ":4/" + bits);
+      }
+    }
+    QEVICT_RETURN_IF_ERROR(RunEval(eval_, kWindow, text, contenders_, nullptr));
+    for (size_t i = 0; i < statistics_.layers.size(); ++i) {
+      codecs::LayerStatistics& layer = statistics_.layers[i];
+      layer.has_loss = true;
+      layer.k_loss = {Loss(4 * i + 1), Loss(4 * i + 3)};
+      layer.v_loss = {Loss(4 * i + 2), Loss(4 * i + 4)};
+    }
+    return {};
+  }
+
+ private:
+  static constexpr uint32_t kWindow = 32;
+
+  void Add(const std::string& name, const std::string& layer_bits) {
+    Config config = base_;
+    config.layer_bits = "*:4/4" + layer_bits;
+    contenders_.push_back({name, "", config, {}, {}});
+  }
+  double Loss(size_t contender) const {
+    return Summarize(contenders_[contender].positions).kl_mean -
+           Summarize(contenders_[0].positions).kl_mean;
+  }
+
+  codecs::CodecStatistics& statistics_;
+  EvalOptions eval_;
+  Config base_;
+  std::vector<Contender> contenders_;
+};
+
 void PrintSummary(const CalibrateOptions& o, const codecs::CodecStatistics& statistics) {
   float bias = 0.0f;
   uint64_t n_heads = 0;
@@ -67,7 +127,9 @@ void PrintSummary(const CalibrateOptions& o, const codecs::CodecStatistics& stat
       {"tokens", "tokens read", CountCell(static_cast<uint64_t>(o.n_tokens))},
       {"layers", "layers", CountCell(statistics.layers.size())},
       {"kv_heads", "kv heads of all layers", CountCell(n_heads)},
-      {"key_bias", "largest key bias, standard deviations", FixedCell(double{bias}, 1)}};
+      {"key_bias", "largest key bias, standard deviations", FixedCell(double{bias}, 1)},
+      {"layer_bits_at_2", "bits of keys/values by layer, 2 on average",
+       TextCell(codecs::AllocateBits(statistics, 2.0))}};
   if (o.format == Format::kJson) {
     PrintText(JsonText(ToJson(metrics)) + "\n");
     return;
@@ -86,8 +148,12 @@ int Calibrate(CalibrateOptions o) {
   if (!hash.ok()) return Fail(hash.status());
   if (const Status s = InitLlama(o.verbose); !s.ok()) return Fail(s);
   if (const Status s = Collect(o, *text, *hash); !s.ok()) return Fail(s);
-  const Result<codecs::CodecStatistics> written = codecs::ReadStatistics(o.output);
+  Result<codecs::CodecStatistics> written = codecs::ReadStatistics(o.output);
   if (!written.ok()) return Fail(written.status());
+  if (o.n_loss_chunks > 0) {
+    if (const Status s = LossMeasurement(o, *written).Run(*text); !s.ok()) return Fail(s);
+    if (const Status s = codecs::SaveStatistics(o.output, *written); !s.ok()) return Fail(s);
+  }
   PrintSummary(o, *written);
   return kOk;
 }
@@ -97,18 +163,25 @@ Command AddCodec(CLI::App& calibrate) {
   auto o = std::make_shared<CalibrateOptions>();
   o->n_threads = UsableCpus();
   CLI::App* app = calibrate.add_subcommand("codec", "statistics of codec=wf from a text");
-  SetHelp(*app,
-          "Reads a text with the full cache and writes what codec=wf is made of: per kv head the\n"
-          "mean of the keys and the energy of keys, values and queries per channel.",
-          "qevict calibrate codec -m FILE -f TEXT [options]",
-          "  qevict calibrate codec -m model.gguf -f book.txt\n"
-          "  qevict run -m model.gguf -f prompt.txt --budget 20% \\\n"
-          "    --set codec=wf,statistics=model.gguf.statistics\n\n"
-          "Without such a file wf takes its statistics from each prompt, when it packs the first\n"
-          "window. The file names the model by a hash of its file; qevict refuses it for another.\n");
+  SetHelp(
+      *app,
+      "Reads a text with the full cache and writes what codec=wf is made of: per kv head the\n"
+      "mean of the keys and the energy of keys, values and queries per channel; and what it\n"
+      "costs to pack the keys or the values of each layer, by which layers get their bits.",
+      "qevict calibrate codec -m FILE -f TEXT [options]",
+      "  qevict calibrate codec -m model.gguf -f book.txt\n"
+      "  qevict run -m model.gguf -f prompt.txt --budget 20% \\\n"
+      "    --set codec=wf,statistics=model.gguf.statistics\n\n"
+      "Without such a file wf takes its statistics from each prompt, when it packs the first\n"
+      "window. The file names the model by a hash of its file; qevict refuses it for another.\n");
   AddModel(*app, o->model)->group(kInput);
   AddText(*app, "-f,--file", o->file, "FILE", "text, read as raw tokens")->group(kInput);
   AddInteger(*app, "--tokens", o->n_tokens, 64, 1 << 20, "tokens of the text that are read")
+      ->group(kInput);
+  AddInteger(
+      *app, "--loss-chunks", o->n_loss_chunks, 0, 64,
+      "chunks of 1,536 tokens that layers' costs are measured on;\n0: all layers get the same "
+      "bits")
       ->group(kInput);
   AddInteger(*app, "-b,--batch-size", o->n_batch, 1, 65536, "tokens per step")->group(kInput);
   AddInteger(*app, "-t,--threads", o->n_threads, 1, 1024, "CPU threads")->group(kInput);

@@ -111,10 +111,9 @@ class CachePlanner {
     const uint64_t full =
         l.n_kv_heads * kernels::FullHeadBytes(config_.window, l.head_dim, l.head_dim_v);
     const uint64_t packed =
-        l.n_kv_heads *
-        codecs::CodecBytes(config_, {l.n_kv_heads, l.head_dim, l.head_dim_v,
-                                     BitsOfLayer(config_, l.index)})
-            .total();
+        l.n_kv_heads * codecs::CodecBytes(config_, {l.n_kv_heads, l.head_dim, l.head_dim_v,
+                                                    BitsOfLayer(config_, l.index)})
+                           .total();
     const UnitCosts costs{full + kUnitBytes, packed + kUnitBytes};
     std::vector<Candidate> candidates;
     for (uint32_t i = 0; i < windows_.history; ++i) {

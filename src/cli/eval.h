@@ -18,12 +18,12 @@ struct EvalOptions {
   std::string model, file;
   std::string reference = "fa";
   int64_t n_chunks = 8, n_prompt = 3072, n_score = 1024, n_step = 0, n_batch = 512, n_threads = 0;
-  int64_t n_depths = 0;      ///< parts of a chunk's scored tokens that are reported apart; 0: none
-  bool floor = false;        ///< also the reference's own other attention
-  bool divergence = true;    ///< false: perplexity alone
-  bool generate = false;     ///< score what the reference generates, not the text
+  int64_t n_depths = 0;    ///< parts of a chunk's scored tokens that are reported apart; 0: none
+  bool floor = false;      ///< also the reference's own other attention
+  bool divergence = true;  ///< false: perplexity alone
+  bool generate = false;   ///< score what the reference generates, not the text
   bool verbose = false;
-  Sampling sampling;         ///< of `generate`
+  Sampling sampling;  ///< of `generate`
   Format format = Format::kMarkdown;
   CacheListOptions caches{"qevict", "100%,40%,20%,10%,5%"};
 
@@ -49,7 +49,7 @@ using OnChunk = std::function<void(const Contender&, size_t chunk, std::span<con
                                    const qevict_stats&)>;
 
 /// Runs everything on `text`, with progress on stderr. `positions` and `sum` of the contenders are
-/// filled. Errors: kInvalidArgument, and those of the model and the caches.
+/// filled; `on_chunk` may be null. Errors: kInvalidArgument, and those of the model and the caches.
 Status RunEval(const EvalOptions& options, uint32_t n_step, const std::string& text,
                std::vector<Contender>& contenders, const OnChunk& on_chunk);
 

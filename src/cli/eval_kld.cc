@@ -103,14 +103,15 @@ Command AddPpl(CLI::App& eval) {
   o->divergence = false;
   o->n_threads = UsableCpus();
   CLI::App* app = eval.add_subcommand("ppl", "perplexity of the full cache and of compressed ones");
-  SetHelp(*app,
-          "Feeds chunks of a text to the full cache and to compressed ones: perplexity alone, which\n"
-          "needs no memory for the reference's logits.",
-          "qevict eval ppl -m FILE -f TEXT [options]",
-          "  qevict eval ppl -m model.gguf -f book.txt --prompt 16384 --score 512 --budget 20%\n\n"
-          "The tokens behind a chunk's prompt are scored while windows are packed and evicted as in\n"
-          "generation. `ratio` is the perplexity over the full cache's; +- is one standard error,\n"
-          "of paired differences for the ratio.\n");
+  SetHelp(
+      *app,
+      "Feeds chunks of a text to the full cache and to compressed ones: perplexity alone, which\n"
+      "needs no memory for the reference's logits.",
+      "qevict eval ppl -m FILE -f TEXT [options]",
+      "  qevict eval ppl -m model.gguf -f book.txt --prompt 16384 --score 512 --budget 20%\n\n"
+      "The tokens behind a chunk's prompt are scored while windows are packed and evicted as in\n"
+      "generation. `ratio` is the perplexity over the full cache's; +- is one standard error,\n"
+      "of paired differences for the ratio.\n");
   AddInput(*app, *o);
   return {app, [o] { return Eval(*o); }};
 }

@@ -164,8 +164,8 @@ Table MakeTable(const EvalOptions& o, std::span<const Json> results) {
 /// One row per contender and part of the scored tokens.
 Table MakeDepthTable(const EvalOptions& o, std::span<const Json> results) {
   const std::vector<NumberColumn> numbers = {
-      {{"kl_mean", "mean KL"}, 5},    {{"kl_stderr", "+-"}, 5},
-      {{"kl_median", "median"}, 5},   {{"same_top_percent", "same top"}, 2, true},
+      {{"kl_mean", "mean KL"}, 5},        {{"kl_stderr", "+-"}, 5},
+      {{"kl_median", "median"}, 5},       {{"same_top_percent", "same top"}, 2, true},
       {{"ppl_reference", "PPL full"}, 4}, {{"ppl", "PPL"}, 4},
       {{"ppl_ratio", "ratio"}, 4}};
   std::vector<Table::Column> columns = {
@@ -201,8 +201,7 @@ void PrintEvalChunk(const EvalOptions& o, uint32_t n_step, const Contender& c, s
 void PrintEval(const EvalOptions& o, uint32_t n_step, std::span<const Contender> contenders) {
   std::vector<Json> results;
   for (const Contender& c : contenders) {
-    results.push_back(
-        ResultOf(o, n_step, c, c.positions, c.sum, static_cast<double>(o.n_chunks)));
+    results.push_back(ResultOf(o, n_step, c, c.positions, c.sum, static_cast<double>(o.n_chunks)));
     results.back()["type"] = "summary";
   }
   if (o.format == Format::kJson) {

@@ -19,7 +19,7 @@ namespace {
 /// it).
 bool SharesPrompt(const Contender& c) {
   return c.config && c.config->EffectivePrefill() == Prefill::kFull &&
-         !codecs::WantsQueryEnergy(*c.config);
+         (!codecs::WantsQueryEnergy(*c.config) || !c.config->statistics.empty());
 }
 
 /// The configuration that a prompt is read with, as far as what is held of it depends on it.
@@ -30,6 +30,9 @@ std::string PromptKey(const Contender& c) {
   config.budget_bytes = 0;
   config.codec = Config{}.codec;
   config.bits = Config{}.bits;
+  config.quarter_bits = 0;
+  config.layer_bits.clear();
+  config.statistics.clear();
   return std::to_string(tag) + " " + ToText(config);
 }
 
@@ -105,8 +108,8 @@ class EvalRun {
                         o_.divergence);
     for (size_t c = 0; c < static_cast<size_t>(o_.n_chunks); ++c) {
       const std::span<const llama_token> all(*tokens);
-      QEVICT_RETURN_IF_ERROR(RunChunk(
-          *cpu, *ours, c, all.subspan(c * ChunkStride(), ChunkStride() + 1), reference));
+      QEVICT_RETURN_IF_ERROR(
+          RunChunk(*cpu, *ours, c, all.subspan(c * ChunkStride(), ChunkStride() + 1), reference));
     }
     progress_->Finish();
     return {};
@@ -142,8 +145,8 @@ class EvalRun {
   Status TryBudgets(const Model& model, llama_token token) const {
     for (const Contender& c : contenders_) {
       if (!c.config) continue;
-      auto context = Context::Create(model, options_, *c.config,
-                                     static_cast<uint32_t>(o_.chunk_tokens()));
+      auto context =
+          Context::Create(model, options_, *c.config, static_cast<uint32_t>(o_.chunk_tokens()));
       const Status status = context.ok() ? context->Decode({&token, 1}, 1) : context.status();
       if (!status.ok()) {
         return {status.code(), c.policy + " at " + c.budget + ": " + status.message()};
@@ -274,7 +277,7 @@ class EvalRun {
       if (!got.ok()) return got.status();
       stats = *got;
     }
-    on_chunk_(c, index, positions, stats);
+    if (on_chunk_) on_chunk_(c, index, positions, stats);
     c.positions.insert(c.positions.end(), positions.begin(), positions.end());
     AddStats(c.sum, stats);
     return {};
@@ -283,7 +286,7 @@ class EvalRun {
   const EvalOptions& o_;
   uint32_t n_step_;
   std::vector<Contender>& contenders_;
-  const OnChunk& on_chunk_;
+  const OnChunk on_chunk_;
   std::unique_ptr<ParallelFor> pool_;
   ContextOptions options_;
   std::optional<Progress> progress_;

@@ -50,7 +50,7 @@ struct Agreement {
   /// Change of the label's probability, percentage points.
   double delta_p_mean = 0, delta_p_rms = 0;
   double perplexity_base = 0, perplexity_base_error = 0, perplexity = 0, perplexity_error = 0;
-  double perplexity_ratio = 0;  ///< run / base
+  double perplexity_ratio = 0;        ///< run / base
   double perplexity_ratio_error = 0;  ///< of the paired differences, to first order
 };
 Agreement Summarize(std::span<const Position> positions);

@@ -17,7 +17,8 @@ constexpr uint32_t kMaxLayers = 1024, kMaxHeads = 1024, kMaxDim = 512;
 
 // ---- Out ----
 
-void PutNumbers(std::string& out, std::string_view name, std::span<const double> x, double divisor) {
+void PutNumbers(std::string& out, std::string_view name, std::span<const double> x,
+                double divisor) {
   out += name;
   for (const double each : x) {
     char buffer[32];
@@ -64,6 +65,10 @@ class Reader {
     }
     return result.ec == std::errc() && result.ptr == end && !word.empty();
   }
+  /// True if the next line begins with this word.
+  bool NextIs(std::string_view name) const {
+    return text_.starts_with(name) && text_.substr(name.size()).starts_with(" ");
+  }
   /// A line `name` and n finite numbers, times `factor`.
   bool Numbers(std::string_view name, size_t n, double factor, bool squares,
                std::vector<double>& out) {
@@ -97,6 +102,13 @@ bool ReadShape(Reader& in, LayerStatistics& layer, uint64_t& n_tokens) {
 
 Status ReadHeads(Reader& in, LayerStatistics& layer, uint64_t n_tokens) {
   const auto n = static_cast<double>(n_tokens);
+  layer.has_loss = in.NextIs("loss");
+  if (layer.has_loss) {
+    std::vector<double> loss;
+    if (!in.Numbers("loss", 4, 1.0, false, loss)) return in.Bad("loss and four numbers");
+    layer.k_loss = {loss[0], loss[1]};
+    layer.v_loss = {loss[2], loss[3]};
+  }
   layer.heads.resize(layer.shape.n_kv_heads);
   for (WaterFillStats& h : layer.heads) {
     h.n = n_tokens;
@@ -135,6 +147,10 @@ std::string WriteStatistics(const CodecStatistics& statistics) {
     out += "layer " + std::to_string(layer.model_layer) + " " + std::to_string(s.n_kv_heads) + " " +
            std::to_string(s.head_dim) + " " + std::to_string(s.head_dim_v) + " " +
            std::to_string(n_tokens) + "\n";
+    if (layer.has_loss) {
+      const double loss[] = {layer.k_loss[0], layer.k_loss[1], layer.v_loss[0], layer.v_loss[1]};
+      PutNumbers(out, "loss", loss, 1.0);
+    }
     const auto n = static_cast<double>(n_tokens);
     for (const WaterFillStats& h : layer.heads) {
       PutNumbers(out, "k_mean", h.k_sum, n);

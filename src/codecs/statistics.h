@@ -6,7 +6,9 @@
 //
 //   qevict-codec-statistics 1
 //   model HASH                          16 hexadecimal digits: FNV-1a of the model's file
-//   layer L H D DV N                    layer of the model, kv heads, channels, tokens; then
+//   layer L H D DV N                    layer of the model, kv heads, channels, tokens
+//   loss K1 K2 V1 V2                    LayerStatistics::k_loss, v_loss; or the line is missing;
+//                                       then
 //   k_mean  X[D]                        per kv head: mean of the keys before RoPE,
 //   k_square X[D]                       mean of their squares,
 //   v_mean X[DV], v_square X[DV]        of the values and of their squares,
@@ -14,6 +16,7 @@
 //   end
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -28,6 +31,10 @@ struct LayerStatistics {
   uint32_t model_layer = 0;
   RowShape shape{};
   std::vector<WaterFillStats> heads;  ///< [n_kv_heads]
+  /// Mean KL, nats, that the layer's keys (values) add at 1 and at 2 bits when all else is packed
+  /// at 4 bits; see allocate.h.
+  bool has_loss = false;
+  std::array<double, 2> k_loss{}, v_loss{};
 };
 
 struct CodecStatistics {

@@ -16,7 +16,7 @@ CodecStatistics Example() {
       WaterFillStats stats;
       for (int t = 0; t < 3; ++t) {
         float key[8], value[16];
-        for (int c = 0; c < 8; ++c) key[c] = static_cast<float>(c + t) * 0.37f - 1.0f;
+        for (int c = 0; c < 8; ++c) key[c] = static_cast<float>((c + 1) * t) * 0.37f - 1.0f;
         for (int c = 0; c < 16; ++c) value[c] = static_cast<float>(c - t) / 7.0f;
         stats.AddKey(key, 8);
         stats.AddValue(value, 16);

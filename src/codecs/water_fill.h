@@ -33,8 +33,9 @@
 //
 //   E|error|^2 = sum p^2 (E[e_k^2] V + E|e_v|^2),  V: variance of the values around their mean
 //
-// Where the queries' energy is not known, halves; keys get the odd one. Config::layer_bits sets both. Bytes per token: 4 per word
-// and 2 for two scales. At D = Dv = 64: 2 bits 34 of 256 (13.3%), 3 bits 50 (19.5%).
+// Where the queries' energy is not known, halves; keys get the odd one. Config::layer_bits sets
+// both. Bytes per token: 4 per word and 2 for two scales. At D = Dv = 64: 2 bits 34 of 256 (13.3%),
+// 3 bits 50 (19.5%).
 //
 // Score: q . (R_p m + residual): the mean's part needs no code and is exact.
 #pragma once
@@ -62,15 +63,10 @@ struct WaterFillStats {
   std::vector<double> q_square;
   void AddKey(const float* before_rope, uint32_t head_dim);
   void AddValue(const float* value, uint32_t head_dim_v);
-  size_t bytes() const {
-    return sizeof(*this) + (k_sum.capacity() + k_square.capacity() + v_sum.capacity() +
-                            v_square.capacity() + q_square.capacity()) *
-                               sizeof(double);
-  }
 };
 
-/// The largest mean of a key channel before RoPE, over the standard deviation of all channels around
-/// their means: what a key bias adds to every key. 0 without keys.
+/// The largest mean of a key channel before RoPE, over the standard deviation of all channels
+/// around their means: what a key bias adds to every key. 0 without keys.
 float KeyBias(const WaterFillStats& stats);
 
 /// One vector's code: what kernels need, with the memory behind it.
@@ -117,8 +113,8 @@ class WaterFillCodec final : public Codec {
   uint32_t quarter_bits_, window_;
   RowShape shape_;
   // Of all heads and both sides in one piece each: they are charged to the budget.
-  std::vector<float> numbers_;      // steps and means
-  std::vector<uint16_t> channels_;  // of places
+  std::vector<float> numbers_;             // steps and means
+  std::vector<uint16_t> channels_;         // of places
   std::vector<kernels::TokenCode> codes_;  // [n_kv_heads]
 };
 

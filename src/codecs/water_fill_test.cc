@@ -116,7 +116,7 @@ TEST(WaterFillTest, ErrorFollowsTheDistortionOfTheSplit) {
 }
 
 /// Energy of queries with which a key's error costs little, as much, and far more than a value's.
-constexpr double kQueries[] = {1e-5, 1e-2, 1e2};
+constexpr double kQueries[] = {1e-5, 1.0, 1e5};
 
 TEST(WaterFillTest, WordsGoWhereErrorsCostMore) {
   Source k(64, 0.08f), v(64, 0.03f);

@@ -189,8 +189,11 @@ Status CacheGroup::EnsureCache() {
   if (!cache.ok()) return cache.status();
   cache_ = std::move(*cache);
   for (const LayerBinding& layer : layers_) {
-    if (layer.rope_known) QEVICT_RETURN_IF_ERROR(SetLayerRope(layer));
-    if (statistics_) QEVICT_RETURN_IF_ERROR(SetLayerStatistics(layer));
+    if (layer.rope_known) {
+      QEVICT_RETURN_IF_ERROR(SetLayerRope(layer));
+    } else if (statistics_) {
+      QEVICT_RETURN_IF_ERROR(SetLayerStatistics(layer));
+    }
   }
   k_written_.assign(layers_.size(), 0);
   highest_cell_.assign(n_streams_, 0);
@@ -221,8 +224,7 @@ Status CacheGroup::SetLayerStatistics(const LayerBinding& layer) {
     return InvalidArgument("the statistics in " + config_.statistics + " do not fit layer " +
                            std::to_string(layer.model_layer) + " of " +
                            std::to_string(shape.n_kv_heads) + " kv heads and " +
-                           std::to_string(shape.head_dim) + "/" +
-                           std::to_string(shape.head_dim_v) +
+                           std::to_string(shape.head_dim) + "/" + std::to_string(shape.head_dim_v) +
                            " channels: they were taken from another model");
   }
   const uint32_t heads_per_part = layer.n_kv_heads / layer.n_parts;

@@ -88,6 +88,9 @@ INSTANTIATE_TEST_SUITE_P(
                       Setting{"token8", "preset=qevict,budget=50%,codec=token,bits=8,window=16"},
                       Setting{"wf2", "preset=qevict,budget=30%,codec=wf"},
                       Setting{"wf3perhead", "preset=qevict,budget=30%,codec=wf,bits=3,per_head=1"},
+                      Setting{"wflayers",
+                              "preset=qevict,budget=30%,codec=wf,window=16,"
+                              "layer_bits=0:0.5/3;1:4/1.25"},
                       Setting{"kivi3", "preset=qevict,budget=40%,bits=3"},
                       Setting{"kivipost", "preset=pack,budget=90%,codec=kivi_post,window=32"},
                       Setting{"clip", "preset=pack,budget=90%,codec=kivi_clip"},

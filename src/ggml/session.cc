@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 
+#include "codecs/allocate.h"
 #include "kernels/attention.h"
 
 namespace qevict::plugin {
@@ -56,13 +57,13 @@ std::shared_ptr<Session> Sessions::Create() {
   if (config.ok() && !config->statistics.empty()) {
     Result<codecs::CodecStatistics> read = codecs::ReadStatistics(config->statistics);
     if (read.ok()) {
+      config = codecs::WithAllocatedBits(*config, *read);
       statistics = std::make_shared<codecs::CodecStatistics>(std::move(*read));
     } else {
       config = read.status();
     }
   }
-  auto session =
-      std::make_shared<Session>(next_id_++, std::move(config), std::move(statistics));
+  auto session = std::make_shared<Session>(next_id_++, std::move(config), std::move(statistics));
   sessions_.push_back(session);
   last_session_of_thread = session->id;
   return session;

@@ -54,6 +54,7 @@ Status CacheGroup::SetLayerRope(const LayerBinding& layer) {
   for (uint32_t part = 0; part < layer.n_parts; ++part) {
     QEVICT_RETURN_IF_ERROR(cache_->SetRope(layer.first_cache_layer + part, layer.rope));
   }
+  if (statistics_) return SetLayerStatistics(layer);  // which pairs of channels turn matters
   return {};
 }
 

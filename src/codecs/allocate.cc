@@ -1,0 +1,99 @@
+#include "codecs/allocate.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+
+namespace qevict::codecs {
+namespace {
+
+constexpr uint32_t kMostQuarters = 24;  ///< 6 bits
+/// Of a unit Gaussian from 2 bits on: 0.294, 0.275, ... (water_fill.h).
+constexpr double kDistortionPerBit = 0.28;
+/// Below this a measured loss is noise.
+constexpr double kLeastLoss = 1e-5;
+
+/// Keys or values of one layer.
+struct Side {
+  uint32_t dim, n_heads;
+  std::array<double, 2> loss;  ///< at 1 and 2 bits
+  uint32_t quarters;
+};
+
+uint32_t WordsOf(const Side& s, uint32_t quarters) {
+  return s.n_heads * ((quarters * s.dim + 127) / 128);
+}
+
+/// The most bits that take no more words than the next step takes; `quarters` if there is none.
+uint32_t NextStep(const Side& s, uint32_t quarters) {
+  uint32_t next = quarters;
+  while (next < kMostQuarters && WordsOf(s, next) == WordsOf(s, quarters)) ++next;
+  while (next < kMostQuarters && WordsOf(s, next + 1) == WordsOf(s, next)) ++next;
+  return WordsOf(s, next) > WordsOf(s, quarters) ? next : quarters;
+}
+
+double LossAt(const Side& s, uint32_t quarters) {
+  const double at1 = std::max(s.loss[0], kLeastLoss);
+  const double at2 = std::clamp(s.loss[1], at1 / 16.0, at1 / 1.5);  // falls, but not like a cliff
+  const double bits = quarters / 4.0;
+  if (bits <= 2.0) return at2 * std::pow(at1 / at2, 2.0 - bits);
+  return at2 * std::pow(kDistortionPerBit, bits - 2.0);
+}
+
+std::string BitsText(uint32_t quarters) {
+  char buffer[16];
+  return {buffer, std::to_chars(buffer, buffer + sizeof(buffer), quarters / 4.0).ptr};
+}
+
+}  // namespace
+
+std::string AllocateBits(const CodecStatistics& statistics, double bits) {
+  if (statistics.layers.empty()) return {};
+  std::vector<Side> sides;
+  const auto average = static_cast<uint32_t>(std::lround(bits * 4.0));
+  int64_t words = 0;
+  for (const LayerStatistics& layer : statistics.layers) {
+    if (!layer.has_loss) return {};
+    const RowShape& shape = layer.shape;
+    words +=
+        int64_t{shape.n_kv_heads} * ((average * (shape.head_dim + shape.head_dim_v) + 127) / 128);
+    sides.push_back({shape.head_dim, shape.n_kv_heads, layer.k_loss, 0});
+    sides.push_back({shape.head_dim_v, shape.n_kv_heads, layer.v_loss, 0});
+  }
+  for (Side& s : sides) {
+    s.quarters = NextStep(s, 0);
+    words -= WordsOf(s, s.quarters);
+  }
+  if (words < 0) return {};  // heads too small for a word on either side
+  for (;;) {
+    Side* best = nullptr;
+    double most = 0.0;
+    for (Side& s : sides) {
+      const uint32_t next = NextStep(s, s.quarters);
+      const uint32_t cost = WordsOf(s, next) - WordsOf(s, s.quarters);
+      if (cost == 0 || cost > words) continue;
+      const double gain = (LossAt(s, s.quarters) - LossAt(s, next)) / cost;
+      if (gain > most) most = gain, best = &s;
+    }
+    if (best == nullptr) break;
+    const uint32_t next = NextStep(*best, best->quarters);
+    words -= WordsOf(*best, next) - WordsOf(*best, best->quarters);
+    best->quarters = next;
+  }
+  std::string text;
+  for (size_t i = 0; i < statistics.layers.size(); ++i) {
+    text += (i == 0 ? "" : ";") + std::to_string(statistics.layers[i].model_layer) + ":" +
+            BitsText(sides[2 * i].quarters) + "/" + BitsText(sides[2 * i + 1].quarters);
+  }
+  return text;
+}
+
+Config WithAllocatedBits(const Config& config, const CodecStatistics& statistics) {
+  Config changed = config;
+  if (config.layer_bits.empty()) {
+    changed.layer_bits = AllocateBits(statistics, config.bits + config.quarter_bits / 4.0);
+  }
+  return changed;
+}
+
+}  // namespace qevict::codecs
