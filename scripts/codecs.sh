@@ -3,8 +3,10 @@
 # packed, nothing evicted), time and bytes in the kernels, and KL along a long answer. Then writes the
 # table and the picture of docs/codecs.md from the results.
 #
-#   scripts/codecs.sh [--text FILE] [--calibration FILE] [--out DIR] [part ...]
+#   scripts/codecs.sh [--text FILE] [--calibration FILE] [--out DIR] [--models NAMES] [--quick] [part ...]
 #
+# --models: of qwen2.5-coder-0.5b smollm2 gemma3-270m, by default all, separated by commas.
+# --quick: two chunks (2,048 positions) everywhere, to see that all works.
 # Parts, by default all: calibrate (bits of layers, on another text; half an hour on two cores), cells
 # (wf with these, at four sizes, 40,960 positions; an hour), field (all formats, 8,192 positions; two
 # hours), depth (4,000 generated tokens), kernels, table. The texts are WikiText-2's test file and, for
@@ -15,11 +17,15 @@ set -euo pipefail
 out="$repo_dir/bench/results/codecs"
 text="$repo_dir/../shared/data/wikitext2/wiki.test.raw"
 calibration="$repo_dir/../shared/data/wikitext2/wiki.valid.shared.raw"
+models=(qwen2.5-coder-0.5b smollm2 gemma3-270m)
+cell_chunks=40 field_chunks=8
 parts=()
 while [ $# -gt 0 ]; do
   case "$1" in
     --text) text=${2:?scripts/codecs.sh: --text needs a file}; shift 2 ;;
     --calibration) calibration=${2:?scripts/codecs.sh: --calibration needs a file}; shift 2 ;;
+    --models) IFS=, read -ra models <<<"${2:?scripts/codecs.sh: --models needs names}"; shift 2 ;;
+    --quick) cell_chunks=2 field_chunks=2; shift ;;
     --out) out=${2:?scripts/codecs.sh: --out needs a folder}; shift 2 ;;
     -h | --help) sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 0 ;;
     calibrate | cells | field | depth | kernels | table) parts+=("$1"); shift ;;
@@ -27,8 +33,6 @@ while [ $# -gt 0 ]; do
   esac
 done
 [ ${#parts[@]} -gt 0 ] || parts=(calibrate cells field depth kernels table)
-models=(qwen2.5-coder-0.5b smollm2 gemma3-270m)
-
 if [ -z "${QEVICT_COMMAND:-}" ]; then
   build_release
   QEVICT_COMMAND="$repo_dir/build/release/bin/qevict"
@@ -85,15 +89,15 @@ for part in "${parts[@]}"; do
       done ;;
     cells)
       for model in "${models[@]}"; do
-        kld "cells-$model" "$model" 40 "${cell_rates[@]/#/wf,statistics=$(statistics "$model"),bits=}"
+        kld "cells-$model" "$model" "$cell_chunks" "${cell_rates[@]/#/wf,statistics=$(statistics "$model"),bits=}"
       done ;;
     field)
       for model in "${models[@]}"; do
-        kld "field-$model" "$model" 8 "${field[@]}" "${rates[@]/#/wf,bits=}"
-        kld "paper-$model" "$model" 8 "$paper"  # apart: its steps are of 8 tokens
+        kld "field-$model" "$model" "$field_chunks" "${field[@]}" "${rates[@]/#/wf,bits=}"
+        kld "paper-$model" "$model" "$field_chunks" "$paper"  # apart: its steps are of 8 tokens
       done ;;
     depth)
-      for model in qwen2.5-coder-0.5b smollm2; do
+      for model in "${models[@]}"; do
         step "depth-$model"
         "$QEVICT_COMMAND" eval kld -m "$("$repo_dir/scripts/models.py" "$model")" -f "$text" \
           --pack-all --window 32 --chunks 1 --prompt 2000 --score 4000 --by-depth 16 --generate \

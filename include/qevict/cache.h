@@ -172,10 +172,9 @@ class KvCache {
   void AddMass(uint32_t il, std::span<const WindowId> ids, const float* mass, size_t head_stride,
                uint32_t n_heads, uint32_t n_queries);
 
-  /// Energy of queries for codecs that learn from it: sums of (scale * q)^2,
-  /// [n_kv_heads][head_dim], over `n_queries` (query rows times the query heads of a kv head).
-  /// Ignored once the layer's codec is made.
-  void AddQueryEnergy(uint32_t il, const float* squares, uint64_t n_queries);
+  /// Energy of queries for codecs that learn from it: sums of squares [n_kv_heads][head_dim] over
+  /// query rows and the query heads of each kv head. Ignored once the layer's codec is made.
+  void AddQueryEnergy(uint32_t il, const float* squares);
   /// True while AddQueryEnergy is of use.
   bool WantsQueryEnergy(uint32_t il) const;
 

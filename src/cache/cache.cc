@@ -268,8 +268,8 @@ void KvCache::HeadBytes(uint32_t il, size_t* head_bytes) const {
 
 const codecs::Codec& KvCache::codec(uint32_t il) const { return *impl_->layers[il].codec; }
 
-void KvCache::AddQueryEnergy(uint32_t il, const float* squares, uint64_t n_queries) {
-  if (WantsQueryEnergy(il)) impl_->AddQueryEnergy(il, squares, n_queries);
+void KvCache::AddQueryEnergy(uint32_t il, const float* squares) {
+  if (WantsQueryEnergy(il)) impl_->AddQueryEnergy(il, squares);
 }
 
 bool KvCache::WantsQueryEnergy(uint32_t il) const {

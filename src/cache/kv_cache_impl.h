@@ -152,11 +152,9 @@ struct LayerState {
   uint32_t rope_table = kNone;
   uint64_t f16_token_bytes = 0;
   std::shared_ptr<const codecs::Codec> codec;
-  uint64_t n_queries = 0;
-  std::vector<float>
-      query_energy;      // sums over n_queries,  // [n_kv_heads][head_dim], for codecs that learn
-  bool learned = false;  // the layer's rows have been looked at
-  bool calibrated = false;  // the codec is made of given statistics
+  std::vector<float> query_energy;  // [n_kv_heads][head_dim], for codecs that learn
+  bool learned = false;             // the layer's rows have been looked at
+  bool calibrated = false;          // the codec is made of given statistics
 };
 
 /// One layer of one sequence.
@@ -404,8 +402,7 @@ struct KvCache::Impl {
   void NoteCodes(uint32_t il, const UnitRecord& u);
 
   // learn.cc
-  void AddQueryEnergy(uint32_t il, const float* squares, uint64_t n_queries);
-  std::vector<float> MeanQueryEnergy(uint32_t il) const;
+  void AddQueryEnergy(uint32_t il, const float* squares);
   void LearnCodec(uint32_t il);
   void Relearn();
   void Teach(uint32_t il, size_t max_tokens, codecs::CodecLearner& learner) const;

@@ -32,19 +32,11 @@ class RowSums final : public codecs::CodecLearner {
 
 }  // namespace
 
-void KvCache::Impl::AddQueryEnergy(uint32_t il, const float* squares, uint64_t n_queries) {
+void KvCache::Impl::AddQueryEnergy(uint32_t il, const float* squares) {
   const LayerShape& shape = PoolsOf(il).shape;
   std::vector<float>& energy = layers[il].query_energy;
   energy.resize(size_t{shape.n_kv_heads} * shape.head_dim);
   for (size_t i = 0; i < energy.size(); ++i) energy[i] += squares[i];
-  layers[il].n_queries += n_queries;
-}
-
-std::vector<float> KvCache::Impl::MeanQueryEnergy(uint32_t il) const {
-  std::vector<float> mean = layers[il].query_energy;
-  const auto n = static_cast<float>(std::max<uint64_t>(layers[il].n_queries, 1));
-  for (float& x : mean) x /= n;
-  return mean;
 }
 
 /// Everything is forgotten.
@@ -54,7 +46,6 @@ void KvCache::Impl::Relearn() {
     layer.codec = pools[layer.pools].codec;
     layer.learned = false;
     layer.query_energy.clear();
-    layer.n_queries = 0;
   }
   key_bias = 0.0f;
 }
@@ -110,7 +101,7 @@ void KvCache::Impl::LearnCodec(uint32_t il) {
   if (layer.learned && std::any_of(p.packed.owners.begin(), p.packed.owners.end(), holds)) return;
   const auto learner = codecs::MakeLearner(config, RowsOf(p.shape), layer.rope);
   Teach(il, kMaxTokens, *learner);
-  layer.codec = learner->Make(MeanQueryEnergy(il));
+  layer.codec = learner->Make(layer.query_energy);
   layer.learned = true;
 }
 
@@ -120,7 +111,7 @@ Status KvCache::SetCodecStatistics(uint32_t il, std::span<const codecs::WaterFil
   const LayerShape& shape = c.PoolsOf(il).shape;
   const auto fits = [&shape](const codecs::WaterFillStats& s) {
     return s.n > 0 && s.k_sum.size() == shape.head_dim && s.k_square.size() == shape.head_dim &&
-           s.v_sum.size() == shape.head_dim_v && s.v_square.size() == shape.head_dim_v &&
+           s.v_square.size() == shape.head_dim_v &&
            (s.q_square.empty() || s.q_square.size() == shape.head_dim);
   };
   if (stats.size() != shape.n_kv_heads || !std::all_of(stats.begin(), stats.end(), fits)) {
@@ -147,7 +138,7 @@ std::vector<codecs::WaterFillStats> KvCache::CodecStatistics(uint32_t il, size_t
   const LayerShape& shape = c.PoolsOf(il).shape;
   RowSums sums(shape);
   c.Teach(il, std::max<size_t>(max_tokens, 1), sums);
-  const std::vector<float> energy = c.MeanQueryEnergy(il);
+  const std::vector<float>& energy = c.layers[il].query_energy;
   for (uint32_t h = 0; h < shape.n_kv_heads && !energy.empty(); ++h) {
     const auto head = std::span(energy).subspan(size_t{h} * shape.head_dim, shape.head_dim);
     sums.stats()[h].q_square.assign(head.begin(), head.end());

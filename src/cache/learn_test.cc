@@ -40,13 +40,13 @@ TEST(LearnTest, StatisticsAreThoseOfTheRows) {
   const SeqId seq = e.NewSequence(0);
   ASSERT_TRUE(e.Prompt(seq, 100, 30).ok());
   const std::vector<float> squares(2 * kDim, 6.0f);
-  e.cache().AddQueryEnergy(0, squares.data(), 3);
+  e.cache().AddQueryEnergy(0, squares.data());
   const std::vector<codecs::WaterFillStats> stats = e.cache().CodecStatistics(0, 1000);
   ASSERT_EQ(stats.size(), 2u);
   for (uint32_t h = 0; h < 2; ++h) {
     EXPECT_EQ(stats[h].n, 100 - WaterFill().sinks);
     ExpectMeans(e, stats[h], h);
-    EXPECT_EQ(stats[h].q_square, std::vector<double>(kDim, 2.0));
+    EXPECT_EQ(stats[h].q_square, std::vector<double>(kDim, 6.0));
   }
   EXPECT_LT(e.cache().CodecStatistics(0, 40)[0].n, 60u) << "thinned";
 }

@@ -336,7 +336,7 @@ TEST_F(CommandTest, KldStepsDoNotChangeTheResult) {
 
 TEST_F(CommandTest, DepthsAndGeneratedTokens) {
   const Outcome o = Qevict("eval kld -m " + Tiny("llama-hd64") + " -f " + Book() +
-                           " -t 1 --chunks 2 --prompt 100 --score 60 --by-depth 3 --generate"
+                           " -t 1 --chunks 2 --prompt 340 --score 60 --by-depth 3 --generate"
                            " --temp 1 --budget 40% -o json");
   ASSERT_EQ(o.code, 0) << o.err;
   const Json j = LastLine(o.out);

@@ -71,7 +71,7 @@ class CodecLearner {
   /// One token of one kv head: the key before and after RoPE, the value; f32.
   virtual void Add(uint32_t kv_head, const float* k_before_rope, const float* k,
                    const float* v) = 0;
-  /// query_energy: [n_kv_heads][head_dim] means of (scale * q)^2, or empty.
+  /// query_energy: [n_kv_heads][head_dim] sums of squares, or empty.
   virtual std::shared_ptr<const Codec> Make(std::span<const float> query_energy) = 0;
 };
 /// Null if the codec needs no rows.

@@ -115,10 +115,9 @@ Status ReadHeads(Reader& in, LayerStatistics& layer, uint64_t n_tokens) {
     if (!in.Numbers("k_mean", layer.shape.head_dim, n, false, h.k_sum)) return in.Bad("k_mean");
     if (!in.Numbers("k_square", layer.shape.head_dim, n, true, h.k_square))
       return in.Bad("k_square");
-    if (!in.Numbers("v_mean", layer.shape.head_dim_v, n, false, h.v_sum)) return in.Bad("v_mean");
     if (!in.Numbers("v_square", layer.shape.head_dim_v, n, true, h.v_square))
       return in.Bad("v_square");
-    if (!in.Numbers("q_square", layer.shape.head_dim, 1.0, true, h.q_square))
+    if (!in.Numbers("q_square", layer.shape.head_dim, n, true, h.q_square))
       return in.Bad("q_square");
     const auto is_zero = [](double x) { return x == 0.0; };
     if (std::all_of(h.q_square.begin(), h.q_square.end(), is_zero)) h.q_square.clear();
@@ -155,10 +154,9 @@ std::string WriteStatistics(const CodecStatistics& statistics) {
     for (const WaterFillStats& h : layer.heads) {
       PutNumbers(out, "k_mean", h.k_sum, n);
       PutNumbers(out, "k_square", h.k_square, n);
-      PutNumbers(out, "v_mean", h.v_sum, n);
       PutNumbers(out, "v_square", h.v_square, n);
       const std::vector<double> unknown(s.head_dim, 0.0);
-      PutNumbers(out, "q_square", h.q_square.empty() ? unknown : h.q_square, 1.0);
+      PutNumbers(out, "q_square", h.q_square.empty() ? unknown : h.q_square, n);
     }
   }
   return out + "end\n";

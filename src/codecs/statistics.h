@@ -11,8 +11,9 @@
 //                                       then
 //   k_mean  X[D]                        per kv head: mean of the keys before RoPE,
 //   k_square X[D]                       mean of their squares,
-//   v_mean X[DV], v_square X[DV]        of the values and of their squares,
-//   q_square X[D]                       of (scale * query)^2; all 0: unknown
+//   v_square X[DV]                      of the values' squares,
+//   q_square X[D]                       of the queries' squares (scaled by any one number); all 0:
+//                                       unknown
 //   end
 #pragma once
 

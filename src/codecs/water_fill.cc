@@ -95,29 +95,6 @@ std::vector<double> UnitEnergies(std::span<const double> energy, std::span<const
   return units;
 }
 
-/// What the best split of `n_words` words leaves of the energies.
-double DistortionOf(std::span<const double> energy, uint32_t n_words, uint32_t unit) {
-  const std::vector<double> units = UnitEnergies(energy, ByEnergy(energy), unit);
-  const std::vector<uint32_t> bits = SplitBits(units, n_words * 32 / unit);
-  double sum = 0.0;
-  for (size_t i = 0; i < units.size(); ++i) sum += units[i] * Distortion(bits[i]);
-  return sum;
-}
-
-/// Words of the keys, of `n_words`, that leave the least error in the output (water_fill.h).
-/// k_energy: of logits; v_energy: of values, whose variance around their mean is `variance`.
-uint32_t SplitWords(std::span<const double> k_energy, std::span<const double> v_energy,
-                    double variance, uint32_t n_words) {
-  uint32_t best = 1;
-  double least = std::numeric_limits<double>::infinity();
-  for (uint32_t k_words = 1; k_words < n_words; ++k_words) {
-    const double error = variance * DistortionOf(k_energy, k_words, kKeyUnit) +
-                         DistortionOf(v_energy, n_words - k_words, kValueUnit);
-    if (error < least) least = error, best = k_words;
-  }
-  return best;
-}
-
 /// Words of a vector of `dim` channels of so many quarters of a bit.
 uint32_t WordsOf(uint32_t quarters, uint32_t dim) { return (quarters * dim + 127) / 128; }
 
@@ -189,10 +166,6 @@ class Encoder {
         const float step = code_.step[place];
         inverse_[place] = step == 0.0f ? 0.0f : 1.0f / step;
         inverse_sigma_[place] = step == 0.0f ? 0.0f : static_cast<float>(1.0 / (step * sigma));
-        weight_[place] = is_k && !getenv("QX_NOWEIGHT")
-                             ? inverse_sigma_[place] * inverse_sigma_[place] /
-                                   static_cast<float>(Distortion(bits))
-                             : 1.0f;
         n_real_ += step != 0.0f;
       }
       ends_[s] = end;
@@ -235,8 +208,8 @@ class Encoder {
     float xy[kBlock] = {}, yy[kBlock] = {};
     for (uint32_t j = 0; j < n_; ++j) {
       const float y = code_.step[j] * level_[j];
-      xy[j % kBlock] += weight_[j] * x_[j] * y;
-      yy[j % kBlock] += weight_[j] * y * y;
+      xy[j % kBlock] += x_[j] * y;
+      yy[j % kBlock] += y * y;
     }
     const float energy = Total(yy);
     return energy > 0.0f ? Total(xy) / energy : 0.0f;
@@ -276,7 +249,7 @@ class Encoder {
   uint32_t n_real_ = 0, ends_[kernels::kMaxSegments] = {};
   uint8_t codes_[kernels::kMaxPlaces];
   float x_[kernels::kMaxPlaces], level_[kernels::kMaxPlaces], inverse_[kernels::kMaxPlaces];
-  float inverse_sigma_[kernels::kMaxPlaces], weight_[kernels::kMaxPlaces];
+  float inverse_sigma_[kernels::kMaxPlaces];
 };
 
 }  // namespace
@@ -303,11 +276,9 @@ float KeyBias(const WaterFillStats& s) {
 }
 
 void WaterFillStats::AddValue(const float* value, uint32_t head_dim_v) {
-  v_sum.resize(head_dim_v);
   v_square.resize(head_dim_v);
   for (uint32_t c = 0; c < head_dim_v; ++c) {
     const double x = Finite(value[c]);
-    v_sum[c] += x;
     v_square[c] += x * x;
   }
   ++n;
@@ -347,7 +318,8 @@ WaterFillVector FillWater(std::span<const double> energy, std::span<const double
 WaterFillCodec::WaterFillCodec(uint32_t quarter_bits, uint32_t window, const RowShape& shape,
                                const RopeParams& rope, std::span<const WaterFillStats> stats)
     : quarter_bits_(quarter_bits), window_(window), shape_(shape) {
-  const uint32_t n_words = WordsOfBoth(quarter_bits, shape);
+  const uint32_t k_words = KeyWords(quarter_bits, shape),
+                 v_words = WordsOfBoth(quarter_bits, shape) - k_words;
   const auto root = [](std::vector<double> x) {
     for (double& each : x) each = std::sqrt(each);
     return x;
@@ -366,17 +338,8 @@ WaterFillCodec::WaterFillCodec(uint32_t quarter_bits, uint32_t window, const Row
     AveragePairs(rope, weight);
     std::vector<double> energy(shape.head_dim);
     for (size_t c = 0; c < energy.size(); ++c) energy[c] = weight[c] * k[c];
-    uint32_t k_words = KeyWords(quarter_bits, shape);
-    if (shape.bits.k == 0 && !s.q_square.empty() && n_words > 1 && !getenv("QX_NOSPLIT")) {
-      double variance = 0.0;
-      for (size_t c = 0; c < v.size(); ++c) {
-        const double v_mean = s.v_sum[c] / static_cast<double>(std::max<uint64_t>(s.n, 1));
-        variance += std::max(v[c] - v_mean * v_mean, 0.0);
-      }
-      k_words = SplitWords(energy, v, variance, n_words);
-    }
     k_vectors.push_back(FillWater(energy, root(k), k_words, kKeyUnit));
-    v_vectors.push_back(FillWater(v, root(v), n_words - k_words, kValueUnit));
+    v_vectors.push_back(FillWater(v, root(v), v_words, kValueUnit));
   }
   Keep(k_vectors, v_vectors, means);
 }
@@ -425,10 +388,6 @@ size_t WaterFillCodec::static_bytes() const {
          codes_.capacity() * sizeof(kernels::TokenCode);
 }
 
-size_t WaterFillCodec::KeyBytes(uint32_t kv_head) const {
-  return kernels::TokenCodeBytes(window_, codes_[kv_head].k.n_words, kGrid);
-}
-
 void WaterFillCodec::Encode(uint32_t kv_head, uint32_t n, const float* k, const float* v,
                             uint8_t* block) const {
   std::memset(block, 0, bytes().total());
@@ -439,7 +398,7 @@ void WaterFillCodec::Encode(uint32_t kv_head, uint32_t n, const float* k, const 
       encoder.Encode(x, t, words, words + size_t{window_} * code.n_words * 4);
   };
   encode(codes_[kv_head].k, true, k, shape_.head_dim, block);
-  encode(codes_[kv_head].v, false, v, shape_.head_dim_v, block + KeyBytes(kv_head));
+  encode(codes_[kv_head].v, false, v, shape_.head_dim_v, block + bytes().keys);
 }
 
 void WaterFillCodec::Decode(uint32_t kv_head, uint32_t n, const uint8_t* block, float* k,
@@ -459,7 +418,7 @@ void WaterFillCodec::Decode(uint32_t kv_head, uint32_t n, const uint8_t* block, 
     }
   };
   decode(codes_[kv_head].k, true, k, shape_.head_dim, block);
-  decode(codes_[kv_head].v, false, v, shape_.head_dim_v, block + KeyBytes(kv_head));
+  decode(codes_[kv_head].v, false, v, shape_.head_dim_v, block + bytes().keys);
 }
 
 }  // namespace qevict::codecs

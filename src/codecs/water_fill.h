@@ -27,15 +27,9 @@
 // the least squares fit of the decoded vector to the residual, as 64 times a scale of one byte
 // (token_code.h), and codes are taken once more at what that stands for.
 //
-// Words: bits / 32 of (D + Dv) channels. Of keys and of values so many each that the error of a
-// head's output is least: with e the error of a key's logit and of a value, independent over tokens
-// of weight p,
-//
-//   E|error|^2 = sum p^2 (E[e_k^2] V + E|e_v|^2),  V: variance of the values around their mean
-//
-// Where the queries' energy is not known, halves; keys get the odd one. Config::layer_bits sets
-// both. Bytes per token: 4 per word and 2 for two scales. At D = Dv = 64: 2 bits 34 of 256 (13.3%),
-// 3 bits 50 (19.5%).
+// Words: bits / 32 of (D + Dv) channels, keys get the odd one; or as Config::layer_bits says. Bytes
+// per token: 4 per word and 2 for two scales. At D = Dv = 64: 2 bits 34 of 256 (13.3%), 3 bits 50
+// (19.5%).
 //
 // Score: q . (R_p m + residual): the mean's part needs no code and is exact.
 #pragma once
@@ -57,10 +51,8 @@ inline uint32_t QuarterBits(const Config& config) { return 4 * config.bits + con
 struct WaterFillStats {
   uint64_t n = 0;                       ///< tokens
   std::vector<double> k_sum, k_square;  ///< [D] keys before RoPE; squares around the mean later
-  std::vector<double> v_sum, v_square;  ///< [Dv]
-  /// [D] mean over query rows and query heads of (scale * q)^2: what one unit of a key's error adds
-  /// to a logit's variance. Empty: unknown.
-  std::vector<double> q_square;
+  std::vector<double> v_square;         ///< [Dv]
+  std::vector<double> q_square;         ///< [D] energy of the queries; empty or 0: all alike
   void AddKey(const float* before_rope, uint32_t head_dim);
   void AddValue(const float* value, uint32_t head_dim_v);
 };
@@ -88,7 +80,6 @@ class WaterFillCodec final : public Codec {
   WaterFillCodec& operator=(const WaterFillCodec&) = delete;
   WaterFillCodec(uint32_t quarter_bits, uint32_t window, const RowShape& shape,
                  const RopeParams& rope, std::span<const WaterFillStats> stats);
-  /// Of the split in halves; a head's own has the same sum.
   static BlockBytes Bytes(uint32_t quarter_bits, uint32_t window, const RowShape& shape);
   /// static_bytes() and the queries' energy that it is made of, at most.
   static size_t LearnedBytes(const RowShape& shape);
@@ -105,8 +96,6 @@ class WaterFillCodec final : public Codec {
               float* v) const override;
 
  private:
-  /// Of one head's block: keys and values share its words head by head.
-  size_t KeyBytes(uint32_t kv_head) const;
   void Keep(std::span<const WaterFillVector> k, std::span<const WaterFillVector> v,
             std::span<const std::vector<double>> means);
 

@@ -115,30 +115,22 @@ TEST(WaterFillTest, ErrorFollowsTheDistortionOfTheSplit) {
   }
 }
 
-/// Energy of queries with which a key's error costs little, as much, and far more than a value's.
-constexpr double kQueries[] = {1e-5, 1.0, 1e5};
-
-TEST(WaterFillTest, WordsGoWhereErrorsCostMore) {
+TEST(WaterFillTest, LayersHaveWordsOfTheirOwn) {
   Source k(64, 0.08f), v(64, 0.03f);
-  uint32_t before = 0;
-  for (const double energy : kQueries) {
-    std::vector<WaterFillStats> stats = StatsOf(k, v, 300);
-    stats[0].q_square.assign(64, energy);
-    const WaterFillCodec codec(8, 8, kShape, RopeParams{}, stats);
-    const kernels::TokenCode& code = codec.token_codes()[0];
-    EXPECT_EQ(code.k.n_words + code.v.n_words, 8u);
-    EXPECT_GT(code.k.n_words, before);
-    EXPECT_GT(code.v.n_words, 0u);
-    before = code.k.n_words;
-  }
+  RowShape shape = kShape;
+  shape.bits = {2, 13};  // 0.5 and 3.25 bits
+  const WaterFillCodec codec(8, 8, shape, RopeParams{}, StatsOf(k, v, 300));
+  EXPECT_EQ(codec.token_codes()[0].k.n_words, 1u);
+  EXPECT_EQ(codec.token_codes()[0].v.n_words, 7u);
+  EXPECT_EQ(codec.bytes().total(), 8u * (4 * 8 + 2));
 }
 
 TEST(WaterFillTest, KernelsReadWhatIsDecoded) {
   Source k(64, 0.08f), v(64, 0.03f);
   for (const uint32_t quarters : {4u, 7u, 9u, 13u, 16u}) {
-    std::vector<WaterFillStats> stats = StatsOf(k, v, 300);
-    if (quarters % 3 != 0) stats[0].q_square.assign(64, kQueries[quarters % 3]);
-    const WaterFillCodec codec(quarters, 8, kShape, RopeParams{}, stats);
+    RowShape shape = kShape;
+    if (quarters == 9) shape.bits = {2, 32};
+    const WaterFillCodec codec(quarters, 8, shape, RopeParams{}, StatsOf(k, v, 300));
     std::vector<float> keys(512), values, k2(512), v2(512);
     for (float& x : keys) x = k.normal(k.rng);
     for (int t = 0; t < 8; ++t) {

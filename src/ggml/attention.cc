@@ -163,12 +163,11 @@ void CacheGroup::NoteQueries(const ggml_tensor* op, const LayerBinding& layer, u
       for (uint32_t h = 0; h < n_heads; ++h) {
         const float* x = heads + (size_t{part} * n_heads + h) * (q->nb[2] / sizeof(float));
         float* sum = squares.data() + size_t{h / shape.n_gqa} * d;
-        for (uint32_t c = 0; c < d; ++c) sum[c] += (shape.scale * x[c]) * (shape.scale * x[c]);
+        for (uint32_t c = 0; c < d; ++c) sum[c] += x[c] * x[c];
       }
     }
   }
-  cache_->AddQueryEnergy(cache_layer, squares.data(),
-                         static_cast<uint64_t>(q->ne[1] * q->ne[3]) * shape.n_gqa);
+  cache_->AddQueryEnergy(cache_layer, squares.data());
 }
 
 /// The kernels' arguments for all row groups and parts of a layer.
