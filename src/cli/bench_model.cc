@@ -136,11 +136,13 @@ Json Header(const BenchModelOptions& o, const ModelFacts& model) {
 }
 
 int BenchModel(const BenchModelOptions& o) {
-  const Result<ModelBenchPlan> plan = MakePlan(o);
+  Result<ModelBenchPlan> plan = MakePlan(o);
   if (!plan.ok()) return Fail(plan.status());
   if (const Status s = CheckModelFile(o.model); !s.ok()) return Fail(s);
-  for (const CacheChoice& c : plan->caches) {
-    if (const Status s = CheckStatistics(c.config, o.model); !s.ok()) return Fail(s);
+  for (CacheChoice& c : plan->caches) {
+    const Result<Config> config = UseStatistics(c.config, o.model);
+    if (!config.ok()) return Fail(config.status());
+    c.config = *config;
   }
   if (!o.file.empty()) {
     if (const Result<std::string> text = ReadTextFile(o.file); !text.ok())

@@ -381,6 +381,12 @@ TEST_F(CommandTest, CalibratedStatisticsBelongToAModel) {
   // Another text's statistics, but nearly as good.
   EXPECT_NE(j["kl_mean"], own["kl_mean"]);
   EXPECT_LT(j["kl_mean"].get<double>(), 3 * own["kl_mean"].get<double>());
+  const Outcome plan =
+      Qevict("plan -m " + Tiny("llama-hd64") +
+             " -c 4096 --budget 50% --set codec=wf,statistics=" + file + " -o json");
+  ASSERT_EQ(plan.code, 0) << plan.err;
+  EXPECT_NE(Json::parse(plan.out)["config"].get<std::string>().find(",layer_bits=0:"),
+            std::string::npos);
   for (const char* other : {"llama-hd80", "qwen2-hd64"}) {
     const Outcome refused =
         Qevict("run -m " + Tiny(other) + " -p x --set codec=wf,statistics=" + file);

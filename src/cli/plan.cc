@@ -6,6 +6,7 @@
 #include "cli/log.h"
 #include "cli/report.h"
 #include "cli/run.h"
+#include "cli/statistics_file.h"
 #include "qevict/version.h"
 
 namespace qevict::cli {
@@ -79,11 +80,13 @@ Metrics Totals(const PlanOptions& o, const ModelShape& model, const CapacityPlan
 }
 
 int PrintPlan(const PlanOptions& o) {
-  const Result<Config> config = o.cache.Build();
+  Result<Config> config = o.cache.Build();
   if (!config.ok()) return Fail(config.status());
   CaptureLog(false);
   const Result<ModelShape> model = ReadModelShape(o.model);
   if (!model.ok()) return Fail(model.status());
+  config = UseStatistics(*config, o.model);
+  if (!config.ok()) return Fail(config.status());
   CacheUse use;
   use.n_ctx = static_cast<uint32_t>(o.n_ctx ? o.n_ctx : model->n_ctx_train);
   use.n_slots = static_cast<uint32_t>(o.n_slots);

@@ -151,10 +151,11 @@ int Run(RunOptions& o) {
   if (o.chat && o.no_chat)
     return Fail(InvalidArgument("--chat and --no-chat contradict each other"));
   if (o.n_ubatch > o.n_batch) o.n_ubatch = o.n_batch;
-  const Result<Config> config = o.cache.Build();
+  Result<Config> config = o.cache.Build();
   if (!config.ok()) return Fail(config.status());
   if (const Status status = CheckModelFile(o.model); !status.ok()) return Fail(status);
-  if (const Status status = CheckStatistics(*config, o.model); !status.ok()) return Fail(status);
+  config = UseStatistics(*config, o.model);
+  if (!config.ok()) return Fail(config.status());
   if (!o.file.empty()) {
     if (const Result<std::string> file = ReadTextFile(o.file); !file.ok())
       return Fail(file.status());

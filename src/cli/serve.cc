@@ -80,10 +80,11 @@ bool SetsPromptCache(const std::vector<std::string>& words) {
 }
 
 int Serve(const ServeOptions& o, const std::vector<std::string>& passthrough) {
-  const Result<Config> config = o.cache.Build();
+  Result<Config> config = o.cache.Build();
   if (!config.ok()) return Fail(config.status());
   if (const Status s = CheckModelFile(o.model); !s.ok()) return Fail(s);
-  if (const Status s = CheckStatistics(*config, o.model); !s.ok()) return Fail(s);
+  config = UseStatistics(*config, o.model);
+  if (!config.ok()) return Fail(config.status());
   if (const Status s = CheckPassthrough(passthrough); !s.ok()) return Fail(s);
   const Result<std::string> plugin = FindPlugin();
   if (!plugin.ok()) return Fail(plugin.status());

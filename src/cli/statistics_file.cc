@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "cli/progress.h"
-#include "codecs/statistics.h"
+#include "codecs/allocate.h"
 
 namespace qevict::cli {
 namespace {
@@ -39,13 +39,13 @@ Result<uint64_t> HashFile(const std::string& path) {
   return hash;
 }
 
-Status CheckStatistics(const Config& config, const std::string& model) {
-  if (config.statistics.empty()) return {};
+Result<Config> UseStatistics(const Config& config, const std::string& model) {
+  if (config.statistics.empty()) return config;
   const Result<codecs::CodecStatistics> statistics = codecs::ReadStatistics(config.statistics);
   if (!statistics.ok()) return statistics.status();
   const Result<uint64_t> hash = HashFile(model);
   if (!hash.ok()) return hash.status();
-  if (*hash == statistics->model_hash) return {};
+  if (*hash == statistics->model_hash) return codecs::WithAllocatedBits(config, *statistics);
   return InvalidArgument("the statistics in " + config.statistics +
                          " were taken from another model (hash " +
                          HashText(statistics->model_hash) + "; " + model + " has " +

@@ -11,8 +11,8 @@ namespace qevict::cli {
 /// FNV-1a (64 bits) of a whole file, with progress on stderr. Errors: kNotFound.
 Result<uint64_t> HashFile(const std::string& path);
 
-/// Whether Config::statistics, if there is one, was taken from this model. Errors: kNotFound,
-/// kInvalidArgument naming both hashes.
-Status CheckStatistics(const Config& config, const std::string& model);
+/// `config` with the bits per layer that Config::statistics, if there is one, gives (allocate.h).
+/// Errors: kNotFound, kInvalidArgument naming both hashes if it was taken from another model.
+Result<Config> UseStatistics(const Config& config, const std::string& model);
 
 }  // namespace qevict::cli
