@@ -76,6 +76,21 @@ TEST(LearnTest, GivenStatisticsMakeTheCodec) {
   EXPECT_EQ(given.cache().codec(0).key_mean(0)[3], mean);
 }
 
+TEST(LearnTest, KeyBiasIsMeasuredWhereTheCodecIgnoresIt) {
+  for (const CodecId codec : {CodecId::kToken, CodecId::kKiviAxis, CodecId::kWaterFill}) {
+    Config config = WaterFill();
+    config.codec = codec;
+    Engine e(config, {Shape(2, kDim, kDim)}, 1, 512);
+    const SeqId seq = e.NewSequence(0);
+    ASSERT_TRUE(e.Prompt(seq, 100, 30).ok());
+    EXPECT_EQ(e.cache().key_bias(), 0.0f) << "nothing is packed";
+    ASSERT_TRUE(e.Decode(seq, 2).ok());
+    const bool ignores = codec == CodecId::kToken;
+    EXPECT_EQ(e.cache().key_bias() > 0.0f, ignores);
+    EXPECT_LT(e.cache().key_bias(), 1.0f) << "rows without a mean";
+  }
+}
+
 TEST(LearnTest, StatisticsOfAnotherShapeAreRefused) {
   Engine e = MakeEngine();
   ASSERT_TRUE(e.Prompt(e.NewSequence(0), 100, 30).ok());

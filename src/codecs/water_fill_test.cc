@@ -158,6 +158,18 @@ TEST(WaterFillTest, KernelsReadWhatIsDecoded) {
   }
 }
 
+TEST(WaterFillTest, KeyBiasIsTheLargestMeanInDeviations) {
+  WaterFillStats stats;
+  EXPECT_EQ(KeyBias(stats), 0.0f);
+  for (int t = 0; t < 100; ++t) {
+    const float noise = t % 2 == 0 ? 2.0f : -2.0f;
+    const float key[8] = {noise, noise - 30.0f, noise, noise + 10.0f, noise, noise, noise, noise};
+    stats.AddKey(key, 8);
+    stats.AddValue(key, 8);
+  }
+  EXPECT_NEAR(KeyBias(stats), 15.0f, 1e-4f);
+}
+
 TEST(WaterFillTest, NothingLearnedAndBadNumbersGiveNumbers) {
   std::vector<WaterFillStats> none(1);
   none[0].k_sum.resize(64);

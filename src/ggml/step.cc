@@ -247,8 +247,9 @@ Status CacheGroup::RouteDue(OmpPool& pool) {
 
 /// A codec that has no place for a key bias answers, but nonsense.
 void CacheGroup::WarnOfKeyBias() {
-  constexpr float kMost = 8.0f;  // standard deviations; see docs/codecs.md
-  if (warned_of_key_bias_ || cache_->key_bias() <= kMost) return;
+  // A grid over the bias then has steps of two standard deviations; see docs/codecs.md.
+  const auto most = static_cast<float>(2 * ((1u << config_.bits) - 1));
+  if (warned_of_key_bias_ || cache_->key_bias() <= most) return;
   warned_of_key_bias_ = true;
   LogWarn("this model adds a bias of up to " +
           std::to_string(static_cast<int>(cache_->key_bias())) +
