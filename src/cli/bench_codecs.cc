@@ -28,13 +28,21 @@ Result<CodecBenchPlan> MakePlan(const BenchCodecsOptions& o) {
   CodecBenchPlan plan;
   const Result<std::vector<HeadShape>> shapes = ParseShapes(o.shape);
   if (!shapes.ok()) return shapes.status();
-  if (shapes->size() != 1) return InvalidArgument("--shape " + o.shape + ": expected one shape");
+  if (shapes->size() != 1)
+    return InvalidArgument("--shape " + o.shape + " is not legal: expected one shape");
   plan.shape = (*shapes)[0];
   Config base;
   base.window = 32;
   Result<std::vector<CacheChoice>> caches =
       CacheChoices("", "", o.caches.empty() ? DefaultCaches() : o.caches, base);
   if (!caches.ok()) return caches.status();
+  for (const CacheChoice& c : *caches) {
+    if (c.config.layer_bits.empty() && c.config.statistics.empty()) continue;
+    return InvalidArgument(
+        "--cache " + c.policy +
+        ": layer_bits and statistics belong to the layers of a model, and here is "
+        "none: set bits");
+  }
   plan.caches = std::move(*caches);
   plan.n_tokens = static_cast<uint32_t>(o.n_tokens);
   plan.n_layers = static_cast<uint32_t>(o.n_layers);

@@ -18,8 +18,9 @@
 namespace qevict::cli {
 namespace {
 
-/// Queries are rounded to 8 bits for token codes.
-constexpr double kMaxError = 0.1;
+/// Queries are rounded to 8 bits for token codes: at 64 channels a few percent of the small outputs
+/// that nearly even weights give, and the more the more channels are added up.
+double MaxError(uint32_t head_dim) { return 0.1 * std::sqrt(std::max(head_dim, 64u) / 64.0); }
 /// Tokens that statistics are taken from, and tokens of the comparison in double precision.
 constexpr uint32_t kSampleTokens = 1024, kCheckTokens = 2048;
 
@@ -295,9 +296,10 @@ class CodecBench {
     row.layer_bytes = packed->layers[0]->bytes();
     row.static_bytes = packed->layers[0]->static_bytes();
     row.error = packed->layers[0]->Error(pool_, packed->workspace);
-    if (!(row.error <= kMaxError)) {
+    const double most = MaxError(plan_.shape.head_dim);
+    if (!(row.error <= most)) {
       return Internal(cache.policy + ": the result is off by " + std::to_string(row.error) +
-                      " of its largest value, at most " + std::to_string(kMaxError) +
+                      " of its largest value, at most " + std::to_string(most) +
                       " is rounding: nothing was timed");
     }
     rows_.push_back(std::move(row));

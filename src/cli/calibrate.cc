@@ -1,5 +1,6 @@
 // qevict calibrate codec: the statistics of codec=wf from a text, so that they need not come from
 // each prompt, and what packing costs in each layer, so that layers get bits by need.
+#include <cstdio>
 #include <filesystem>
 
 #include "cli/commands.h"
@@ -20,6 +21,36 @@ struct CalibrateOptions {
   Format format = Format::kMarkdown;
 };
 
+/// Tokens of a chunk that costs are measured on.
+constexpr size_t kLossPrompt = 1024, kLossScore = 512;
+
+/// Where the file grows; it gets its name when it is complete.
+std::string PartOf(const CalibrateOptions& o) { return o.output + ".part"; }
+
+/// Whether the name can stand in a configuration, and nothing that is read is written over.
+Status CheckOutput(const CalibrateOptions& o) {
+  if (const Result<Config> config = ParseConfig("codec=wf,window=8,statistics=" + o.output);
+      !config.ok() || config->statistics != o.output) {
+    return InvalidArgument(
+        "--write " + o.output +
+        " is not legal: expected a path without commas, # and line breaks, which "
+        "a configuration can name");
+  }
+  for (const std::string& input : {o.model, o.file}) {
+    std::error_code error;
+    if (std::filesystem::equivalent(o.output, input, error)) {
+      return InvalidArgument("--write " + o.output +
+                             " is read by this command, too: name another file");
+    }
+  }
+  std::error_code error;
+  if (std::filesystem::exists(o.output, error) &&
+      !std::filesystem::is_regular_file(o.output, error)) {
+    return InvalidArgument("--write " + o.output + " is no regular file");
+  }
+  return {};
+}
+
 /// Everything stays full precision while a prompt is read; with wf queries are noted, too.
 Config FullPrecision() {
   Config config;
@@ -36,10 +67,14 @@ Status Collect(const CalibrateOptions& o, const std::string& text, uint64_t hash
   Result<std::vector<llama_token>> tokens = model->Tokenize(text, true, false);
   if (!tokens.ok()) return tokens.status();
   const auto n_tokens = static_cast<size_t>(o.n_tokens);
-  if (tokens->size() < n_tokens) {
+  const auto refuse = [&](const std::string& what, size_t needed) {
     return InvalidArgument("file " + o.file + " has " + std::to_string(tokens->size()) +
-                           " tokens, but --tokens asks for " + std::to_string(n_tokens));
-  }
+                           " tokens, but " + what + " asks for " + std::to_string(needed));
+  };
+  if (tokens->size() < n_tokens) return refuse("--tokens", n_tokens);
+  const auto n_loss = static_cast<size_t>(o.n_loss_chunks) * (kLossPrompt + kLossScore) + 1;
+  if (o.n_loss_chunks > 0 && tokens->size() < n_loss)
+    return refuse("--loss-chunks " + std::to_string(o.n_loss_chunks), n_loss);
   tokens->resize(n_tokens);
   ContextOptions options;
   options.n_ctx = static_cast<uint32_t>((n_tokens + 255) / 256 * 256);
@@ -49,7 +84,7 @@ Status Collect(const CalibrateOptions& o, const std::string& text, uint64_t hash
   if (!context.ok()) return context.status();
   QEVICT_RETURN_IF_ERROR(
       ReadPrompt(*context, *tokens, options.n_batch, "reading the calibration text"));
-  return context->SaveStatistics(o.output, hash, static_cast<uint32_t>(o.n_tokens));
+  return context->SaveStatistics(PartOf(o), hash, static_cast<uint32_t>(o.n_tokens));
 }
 
 /// Mean KL of each layer's keys and values at 1 and 2 bits, all else at 4, over that of all at 4.
@@ -61,16 +96,16 @@ class LossMeasurement {
     eval_.model = o.model;
     eval_.file = o.file;
     eval_.n_chunks = o.n_loss_chunks;
-    eval_.n_prompt = 1024;
-    eval_.n_score = 512;
-    eval_.n_batch = o.n_batch;
+    eval_.n_prompt = kLossPrompt;
+    eval_.n_score = kLossScore;
+    eval_.n_batch = std::max<int64_t>(o.n_batch, kWindow);
     eval_.n_threads = o.n_threads;
     base_.preset = Preset::kPack;
     base_.budget_fraction = 1.0;
     base_.sinks = 8;
     base_.window = kWindow;
     base_.codec = CodecId::kWaterFill;
-    base_.statistics = o.output;
+    base_.statistics = PartOf(o);
   }
 
   Status Run(const std::string& text) {
@@ -144,15 +179,23 @@ int Calibrate(CalibrateOptions o) {
   const Result<std::string> text = ReadTextFile(o.file);
   if (!text.ok()) return Fail(text.status());
   if (o.output.empty()) o.output = o.model + ".statistics";
+  if (const Status s = CheckOutput(o); !s.ok()) return Fail(s);
   const Result<uint64_t> hash = HashFile(o.model);
   if (!hash.ok()) return Fail(hash.status());
   if (const Status s = InitLlama(o.verbose); !s.ok()) return Fail(s);
   if (const Status s = Collect(o, *text, *hash); !s.ok()) return Fail(s);
-  Result<codecs::CodecStatistics> written = codecs::ReadStatistics(o.output);
+  Result<codecs::CodecStatistics> written = codecs::ReadStatistics(PartOf(o));
   if (!written.ok()) return Fail(written.status());
+  Status measured;
   if (o.n_loss_chunks > 0) {
-    if (const Status s = LossMeasurement(o, *written).Run(*text); !s.ok()) return Fail(s);
-    if (const Status s = codecs::SaveStatistics(o.output, *written); !s.ok()) return Fail(s);
+    measured = LossMeasurement(o, *written).Run(*text);
+    if (measured.ok()) measured = codecs::SaveStatistics(PartOf(o), *written);
+  }
+  if (measured.ok() && std::rename(PartOf(o).c_str(), o.output.c_str()) != 0)
+    measured = FailedPrecondition("statistics file " + o.output + " cannot be written");
+  if (!measured.ok()) {
+    std::remove(PartOf(o).c_str());
+    return Fail(measured);
   }
   PrintSummary(o, *written);
   return kOk;

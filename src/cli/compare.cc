@@ -12,6 +12,7 @@
 #include "cli/progress.h"
 #include "cli/report.h"
 #include "cli/run.h"
+#include "codecs/codec.h"
 #include "kernels/attention.h"
 #include "qevict/version.h"
 
@@ -131,7 +132,9 @@ class Comparison {
     const Result<qevict_stats> stats = context.Stats();
     if (!stats.ok()) return stats.status();
     const bool small = stats->f16_bytes <= kMaxSavedBytes;
-    if (!small || config_.EffectivePrefill() != Prefill::kFull) return {};
+    // A saved state lacks the queries' energy, and what a sliding window has left behind.
+    const bool whole = !codecs::WantsQueryEnergy(config_) && llama_model_n_swa(model_.get()) == 0;
+    if (!small || !whole || config_.EffectivePrefill() != Prefill::kFull) return {};
     Result<std::vector<uint8_t>> state = context.Save();
     if (!state.ok()) return state.status();
     const std::span<const float> row = Row(model_, context);

@@ -163,11 +163,17 @@ Table MakeTable(const EvalOptions& o, std::span<const Json> results) {
 
 /// One row per contender and part of the scored tokens.
 Table MakeDepthTable(const EvalOptions& o, std::span<const Json> results) {
-  const std::vector<NumberColumn> numbers = {
-      {{"kl_mean", "mean KL"}, 5},        {{"kl_stderr", "+-"}, 5},
-      {{"kl_median", "median"}, 5},       {{"same_top_percent", "same top"}, 2, true},
-      {{"ppl_reference", "PPL full"}, 4}, {{"ppl", "PPL"}, 4},
-      {{"ppl_ratio", "ratio"}, 4}};
+  std::vector<NumberColumn> numbers;
+  if (o.divergence) {
+    numbers = {{{"kl_mean", "mean KL"}, 5},
+               {{"kl_stderr", "+-"}, 5},
+               {{"kl_median", "median"}, 5},
+               {{"same_top_percent", "same top"}, 2, true}};
+  }
+  numbers.insert(numbers.end(), {{{"ppl_reference", "PPL full"}, 4},
+                                 {{"ppl", "PPL"}, 4},
+                                 {{"ppl_ratio", "ratio"}, 4},
+                                 {{"ppl_ratio_error", "+-"}, 4}});
   std::vector<Table::Column> columns = {
       {"policy", "policy"}, {"budget", "budget"}, {"scored_tokens", "scored tokens"}};
   for (const NumberColumn& c : numbers) columns.push_back(c.column);

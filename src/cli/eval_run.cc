@@ -99,6 +99,7 @@ class EvalRun {
     if (!cpu.ok()) return cpu.status();
     Result<Model> ours = Model::Load(o_.model, Device::kQEvict);
     if (!ours.ok()) return ours.status();
+    sliding_ = llama_model_n_swa(cpu->get()) > 0;
     Result<std::vector<llama_token>> tokens = cpu->Tokenize(text, true, false);
     if (!tokens.ok()) return tokens.status();
     QEVICT_RETURN_IF_ERROR(CheckLength(tokens->size()));
@@ -134,7 +135,8 @@ class EvalRun {
     uint64_t per_chunk = o_.chunk_tokens() * (contenders_.size() + 1);
     for (size_t i = 1; i < contenders_.size(); ++i) {
       const Contender &before = contenders_[i - 1], &c = contenders_[i];
-      if (SharesPrompt(before) && SharesPrompt(c) && PromptKey(before) == PromptKey(c)) {
+      if (!sliding_ && SharesPrompt(before) && SharesPrompt(c) &&
+          PromptKey(before) == PromptKey(c)) {
         per_chunk -= static_cast<uint64_t>(o_.n_prompt);
       }
     }
@@ -149,7 +151,8 @@ class EvalRun {
           Context::Create(model, options_, *c.config, static_cast<uint32_t>(o_.chunk_tokens()));
       const Status status = context.ok() ? context->Decode({&token, 1}, 1) : context.status();
       if (!status.ok()) {
-        return {status.code(), c.policy + " at " + c.budget + ": " + status.message()};
+        return {status.code(),
+                c.policy + (c.budget.empty() ? "" : " at " + c.budget) + ": " + status.message()};
       }
     }
     return {};
@@ -171,7 +174,7 @@ class EvalRun {
   /// The same, from what the contender before has read if that is the same.
   Status ReadOrRestorePrompt(const Contender& c, Context& context,
                              std::span<const llama_token> chunk) {
-    if (!SharesPrompt(c)) return ReadPrompt(context, chunk);
+    if (sliding_ || !SharesPrompt(c)) return ReadPrompt(context, chunk);
     const std::string key = PromptKey(c);
     if (prompt_.key == key)
       return context.Restore(prompt_.state, static_cast<uint32_t>(o_.n_prompt));
@@ -291,6 +294,7 @@ class EvalRun {
   ContextOptions options_;
   std::optional<Progress> progress_;
   uint64_t n_done_ = 0;
+  bool sliding_ = false;  // saved states of sliding windows lack what the window has left behind
   struct {
     std::string key;
     std::vector<uint8_t> state;

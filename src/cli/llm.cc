@@ -193,6 +193,13 @@ Result<Context> Context::Create(const Model& model, const ContextOptions& option
 }
 
 Status Context::Decode(std::span<const llama_token> tokens, uint32_t n_outputs) {
+  const llama_model* model = llama_get_model(context_.get());
+  const auto n_positions = static_cast<uint32_t>(std::max(llama_model_n_ctx_train(model), 0));
+  if (llama_model_rope_type(model) == LLAMA_ROPE_TYPE_NONE &&
+      n_past_ + tokens.size() > n_positions) {
+    return InvalidArgument(std::to_string(n_past_ + tokens.size()) + " tokens are more than the " +
+                           std::to_string(n_positions) + " positions that this model has learned");
+  }
   if (tokens.empty()) return InvalidArgument("no tokens to decode");
   ForgetErrors();
   n_outputs_ = std::min<uint32_t>(n_outputs, static_cast<uint32_t>(tokens.size()));

@@ -13,6 +13,7 @@ namespace {
 
 constexpr std::string_view kMagic = "qevict-codec-statistics 1";
 constexpr size_t kMaxFileBytes = size_t{64} << 20;
+constexpr float kMaxNumber = 65504.0f;  ///< of f16: no key or value is larger
 constexpr uint32_t kMaxLayers = 1024, kMaxHeads = 1024, kMaxDim = 512;
 
 // ---- Out ----
@@ -76,7 +77,9 @@ class Reader {
     out.resize(n);
     for (double& x : out) {
       float value = 0.0f;
-      if (!Number(value) || !std::isfinite(value) || (squares && value < 0.0f)) return false;
+      if (!Number(value)) return false;
+      if (!(std::fabs(value) <= (squares ? kMaxNumber * kMaxNumber : kMaxNumber))) return false;
+      if (squares && value < 0.0f) return false;
       x = double{value} * factor;
     }
     return line_.empty();
@@ -115,6 +118,11 @@ Status ReadHeads(Reader& in, LayerStatistics& layer, uint64_t n_tokens) {
     if (!in.Numbers("k_mean", layer.shape.head_dim, n, false, h.k_sum)) return in.Bad("k_mean");
     if (!in.Numbers("k_square", layer.shape.head_dim, n, true, h.k_square))
       return in.Bad("k_square");
+    for (size_t c = 0; c < h.k_sum.size(); ++c) {
+      const double mean = h.k_sum[c] / n;
+      if (mean * mean > 1.001 * h.k_square[c] / n + 1e-6)
+        return in.Bad("k_square of no less than the mean's square");
+    }
     if (!in.Numbers("v_square", layer.shape.head_dim_v, n, true, h.v_square))
       return in.Bad("v_square");
     if (!in.Numbers("q_square", layer.shape.head_dim, n, true, h.q_square))
@@ -166,8 +174,8 @@ Result<CodecStatistics> ParseStatistics(std::string_view text) {
   Reader in(text);
   CodecStatistics statistics;
   if (!in.NextLine() || in.line() != kMagic) return in.Bad(kMagic);
-  if (!in.NextLine() || in.Word() != "model" || !in.Number(statistics.model_hash, 16) ||
-      !in.line().empty()) {
+  if (!in.NextLine() || in.Word() != "model" || in.line().size() != 16 ||
+      !in.Number(statistics.model_hash, 16) || !in.line().empty()) {
     return in.Bad("model and 16 hexadecimal digits");
   }
   while (in.NextLine()) {
