@@ -16,22 +16,11 @@ using internal::CheckCodec;
 using internal::ConfigKey;
 using internal::ConfigKeys;
 using internal::Join;
+using internal::Shown;
 
 namespace {
 
 // ---- Messages ----
-
-constexpr size_t kMaxShown = 60;
-
-/// User text for a message: short, on one line, printable.
-std::string Shown(std::string_view text) {
-  std::string shown(text.substr(0, kMaxShown));
-  for (char& c : shown) {
-    if (c < 0x20 || c > 0x7E) c = '?';
-  }
-  if (text.size() > kMaxShown) shown += "...";
-  return shown;
-}
 
 Status BadValue(const ConfigKey& key, std::string_view value) {
   return InvalidArgument(

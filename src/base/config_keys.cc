@@ -342,11 +342,21 @@ std::string Join(std::initializer_list<std::string_view> parts) {
   return joined;
 }
 
+std::string Shown(std::string_view text) {
+  constexpr size_t kMaxShown = 60;
+  std::string shown(text.substr(0, kMaxShown));
+  for (char& c : shown) {
+    if (c < 0x20 || c > 0x7E) c = '?';
+  }
+  if (text.size() > kMaxShown) shown += "...";
+  return shown;
+}
+
 Status CheckCodec(const Config& config) {
   const auto refuse = [&config](std::string_view key, std::string value, std::string_view legal) {
     const std::string_view codec = kCodecNames[static_cast<size_t>(config.codec)];
     return InvalidArgument(
-        Join({key, "=", value, " is not legal with codec=", codec, ": expected ", legal}));
+        Join({key, "=", Shown(value), " is not legal with codec=", codec, ": expected ", legal}));
   };
   const std::string bits = WriteBits(config);
   const bool whole = config.quarter_bits == 0;

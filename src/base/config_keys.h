@@ -28,6 +28,8 @@ bool LayerBitsAreValid(const Config& config);
 bool LayerBitsFit(const Config& config);
 /// Errors: kInvalidArgument for bits and windows that the codec does not have.
 Status CheckCodec(const Config& config);
+/// User text for a message: short, on one line, printable.
+std::string Shown(std::string_view text);
 /// Concatenation, so that a message reads as the list of its parts.
 std::string Join(std::initializer_list<std::string_view> parts);
 

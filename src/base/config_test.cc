@@ -183,6 +183,7 @@ TEST(ConfigTest, BadInputIsNamed) {
       {"codec=token,bits=2.25", {"bits=2.25", "codec=token", "1, 2, 3, 4 or 8"}},
       {"codec=wf,bits=4.25", {"bits=4.25", "codec=wf", "1 to 4"}},
       {"codec=wf,window=4", {"window=4", "codec=wf", "8, 16 or 32"}},
+      {"statistics=a\xffz", {"statistics=a?z", "codec=kivi", "expected none"}},
       {"codec=zip",
        {"codec", "zip",
         "kivi, token, wf, kivi_clip, kivi_post, byte_grid, kvquant, zipcache, ott, "
