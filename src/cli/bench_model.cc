@@ -139,11 +139,9 @@ int BenchModel(const BenchModelOptions& o) {
   Result<ModelBenchPlan> plan = MakePlan(o);
   if (!plan.ok()) return Fail(plan.status());
   if (const Status s = CheckModelFile(o.model); !s.ok()) return Fail(s);
-  for (CacheChoice& c : plan->caches) {
-    const Result<Config> config = UseStatistics(c.config, o.model);
-    if (!config.ok()) return Fail(config.status());
-    c.config = *config;
-  }
+  std::vector<Config*> configs;
+  for (CacheChoice& c : plan->caches) configs.push_back(&c.config);
+  if (const Status s = UseStatistics(configs, o.model); !s.ok()) return Fail(s);
   if (!o.file.empty()) {
     if (const Result<std::string> text = ReadTextFile(o.file); !text.ok())
       return Fail(text.status());

@@ -118,11 +118,12 @@ class LossMeasurement {
       }
     }
     QEVICT_RETURN_IF_ERROR(RunEval(eval_, kWindow, text, contenders_, nullptr));
+    const double base = MeanKl(0);
     for (size_t i = 0; i < statistics_.layers.size(); ++i) {
       codecs::LayerStatistics& layer = statistics_.layers[i];
       layer.has_loss = true;
-      layer.k_loss = {Loss(4 * i + 1), Loss(4 * i + 3)};
-      layer.v_loss = {Loss(4 * i + 2), Loss(4 * i + 4)};
+      layer.k_loss = {MeanKl(4 * i + 1) - base, MeanKl(4 * i + 3) - base};
+      layer.v_loss = {MeanKl(4 * i + 2) - base, MeanKl(4 * i + 4) - base};
     }
     return {};
   }
@@ -135,9 +136,8 @@ class LossMeasurement {
     config.layer_bits = "*:4/4" + layer_bits;
     contenders_.push_back({name, "", config, {}, {}});
   }
-  double Loss(size_t contender) const {
-    return Summarize(contenders_[contender].positions).kl_mean -
-           Summarize(contenders_[0].positions).kl_mean;
+  double MeanKl(size_t contender) const {
+    return Summarize(contenders_[contender].positions).kl_mean;
   }
 
   codecs::CodecStatistics& statistics_;

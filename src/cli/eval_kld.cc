@@ -24,12 +24,11 @@ int Eval(const EvalOptions& o) {
   const Result<uint32_t> step = StepTokens(o, *contenders);
   if (!step.ok()) return Fail(step.status());
   if (const Status s = CheckModelFile(o.model); !s.ok()) return Fail(s);
+  std::vector<Config*> configs;
   for (Contender& c : *contenders) {
-    if (!c.config) continue;
-    const Result<Config> config = UseStatistics(*c.config, o.model);
-    if (!config.ok()) return Fail(config.status());
-    c.config = *config;
+    if (c.config) configs.push_back(&*c.config);
   }
+  if (const Status s = UseStatistics(configs, o.model); !s.ok()) return Fail(s);
   if (o.file.empty()) return Fail(InvalidArgument("there is no text: give -f FILE"));
   const Result<std::string> text = ReadTextFile(o.file);
   if (!text.ok()) return Fail(text.status());

@@ -3,6 +3,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <fstream>
+#include <optional>
 #include <system_error>
 #include <vector>
 
@@ -40,16 +41,32 @@ Result<uint64_t> HashFile(const std::string& path) {
 }
 
 Result<Config> UseStatistics(const Config& config, const std::string& model) {
-  if (config.statistics.empty()) return config;
-  const Result<codecs::CodecStatistics> statistics = codecs::ReadStatistics(config.statistics);
-  if (!statistics.ok()) return statistics.status();
-  const Result<uint64_t> hash = HashFile(model);
-  if (!hash.ok()) return hash.status();
-  if (*hash == statistics->model_hash) return codecs::WithAllocatedBits(config, *statistics);
-  return InvalidArgument("the statistics in " + config.statistics +
-                         " were taken from another model (hash " +
-                         HashText(statistics->model_hash) + "; " + model + " has " +
-                         HashText(*hash) + "): run `qevict calibrate codec -m " + model + "`");
+  Config changed = config;
+  Config* const one[] = {&changed};
+  QEVICT_RETURN_IF_ERROR(UseStatistics(one, model));
+  return changed;
+}
+
+Status UseStatistics(std::span<Config* const> configs, const std::string& model) {
+  std::optional<uint64_t> hash;
+  for (Config* config : configs) {
+    if (config->statistics.empty()) continue;
+    const Result<codecs::CodecStatistics> statistics = codecs::ReadStatistics(config->statistics);
+    if (!statistics.ok()) return statistics.status();
+    if (!hash) {
+      const Result<uint64_t> read = HashFile(model);
+      if (!read.ok()) return read.status();
+      hash = *read;
+    }
+    if (*hash != statistics->model_hash) {
+      return InvalidArgument("the statistics in " + config->statistics +
+                             " were taken from another model (hash " +
+                             HashText(statistics->model_hash) + "; " + model + " has " +
+                             HashText(*hash) + "): run `qevict calibrate codec -m " + model + "`");
+    }
+    *config = codecs::WithAllocatedBits(*config, *statistics);
+  }
+  return {};
 }
 
 }  // namespace qevict::cli

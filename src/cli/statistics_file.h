@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 
 #include "qevict/config.h"
@@ -14,5 +15,7 @@ Result<uint64_t> HashFile(const std::string& path);
 /// `config` with the bits per layer that Config::statistics, if there is one, gives (allocate.h).
 /// Errors: kNotFound, kInvalidArgument naming both hashes if it was taken from another model.
 Result<Config> UseStatistics(const Config& config, const std::string& model);
+/// The same for several, in place; the model's file is read once.
+Status UseStatistics(std::span<Config* const> configs, const std::string& model);
 
 }  // namespace qevict::cli

@@ -21,7 +21,7 @@ struct Side {
 };
 
 uint32_t WordsOf(const Side& s, uint32_t quarters) {
-  return s.n_heads * ((quarters * s.dim + 127) / 128);
+  return s.n_heads * codecs::WordsOf(quarters, s.dim);
 }
 
 /// The most bits that take no more words than the next step takes; `quarters` if there is none.
@@ -56,7 +56,7 @@ std::string AllocateBits(const CodecStatistics& statistics, double bits) {
     if (!layer.has_loss) return {};
     const RowShape& shape = layer.shape;
     words +=
-        int64_t{shape.n_kv_heads} * ((average * (shape.head_dim + shape.head_dim_v) + 127) / 128);
+        int64_t{shape.n_kv_heads} * codecs::WordsOf(average, shape.head_dim + shape.head_dim_v);
     sides.push_back({shape.head_dim, shape.n_kv_heads, layer.k_loss, 0});
     sides.push_back({shape.head_dim_v, shape.n_kv_heads, layer.v_loss, 0});
   }

@@ -95,14 +95,11 @@ std::vector<double> UnitEnergies(std::span<const double> energy, std::span<const
   return units;
 }
 
-/// Words of a vector of `dim` channels of so many quarters of a bit.
-uint32_t WordsOf(uint32_t quarters, uint32_t dim) { return (quarters * dim + 127) / 128; }
-
 uint32_t WordsOfBoth(uint32_t quarter_bits, const RowShape& shape) {
   if (shape.bits.k != 0) {
     return WordsOf(shape.bits.k, shape.head_dim) + WordsOf(shape.bits.v, shape.head_dim_v);
   }
-  return (quarter_bits * (shape.head_dim + shape.head_dim_v) + 127) / 128;
+  return WordsOf(quarter_bits, shape.head_dim + shape.head_dim_v);
 }
 uint32_t KeyWords(uint32_t quarter_bits, const RowShape& shape) {
   if (shape.bits.k != 0) return WordsOf(shape.bits.k, shape.head_dim);

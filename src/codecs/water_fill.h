@@ -47,6 +47,9 @@ namespace qevict::codecs {
 /// Quarters of a bit per value, keys and values on average.
 inline uint32_t QuarterBits(const Config& config) { return 4 * config.bits + config.quarter_bits; }
 
+/// 32-bit words of a vector of `dim` numbers of so many quarters of a bit.
+inline uint32_t WordsOf(uint32_t quarters, uint32_t dim) { return (quarters * dim + 127) / 128; }
+
 /// Sums of one kv head that the code is made of.
 struct WaterFillStats {
   uint64_t n = 0;                       ///< tokens
@@ -75,9 +78,9 @@ WaterFillVector FillWater(std::span<const double> energy, std::span<const double
 
 class WaterFillCodec final : public Codec {
  public:
-  /// quarter_bits: average bits * 4, 4 to 16. stats: [n_kv_heads].
   WaterFillCodec(const WaterFillCodec&) = delete;  // codes point into it
   WaterFillCodec& operator=(const WaterFillCodec&) = delete;
+  /// quarter_bits: average bits * 4, 4 to 16. stats: [n_kv_heads].
   WaterFillCodec(uint32_t quarter_bits, uint32_t window, const RowShape& shape,
                  const RopeParams& rope, std::span<const WaterFillStats> stats);
   static BlockBytes Bytes(uint32_t quarter_bits, uint32_t window, const RowShape& shape);
