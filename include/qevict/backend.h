@@ -62,7 +62,8 @@ struct qevict_stats {
   uint64_t peak_bytes;           /* highest sum at the end of a step while the limit was in force */
   uint64_t workspace_bytes;      /* kernels' and masks' scratch, outside the budget */
   uint64_t full_tokens, packed_tokens, evicted_tokens; /* summed over layers */
-  uint64_t n_layers, n_streams, cells_per_stream;
+  uint64_t n_layers;                                   /* with per_head every kv head is a layer */
+  uint64_t n_streams, cells_per_stream;
   uint64_t capacity_f16_bytes; /* an f16 cache of all cells */
   uint64_t events, promotions, demotions, first_encodings, evictions;
   /* Time spent, nanoseconds: routing and packing, attention, writing of rows, masks and lists of

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -110,6 +111,8 @@ struct LayerBits {
 };
 /// What Config::layer_bits says of a layer of the model.
 LayerBits BitsOfLayer(const Config& config, uint32_t model_layer);
+/// The highest layer that Config::layer_bits names; none if it names none, or all by `*`.
+std::optional<uint32_t> HighestLayerNamed(const Config& config);
 
 /// Parses the text form on top of the defaults (or of `base`).
 /// Keys: preset budget budget_tokens sinks recents window interval q codec bits layer_bits

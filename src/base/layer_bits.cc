@@ -1,7 +1,7 @@
 // The text of Config::layer_bits: items separated by `;`, each LAYERS:K/V with LAYERS one layer of
 // the model (7), a range (1-3) or * for all. Later items win.
+#include <algorithm>
 #include <charconv>
-#include <optional>
 
 #include "base/config_keys.h"
 
@@ -85,6 +85,14 @@ bool internal::LayerBitsFit(const Config& config) {
   ForItems(config.layer_bits,
            [&](const Item& item) { all_fit = all_fit && fits(item.bits.k) && fits(item.bits.v); });
   return all_fit;
+}
+
+std::optional<uint32_t> HighestLayerNamed(const Config& config) {
+  std::optional<uint32_t> highest;
+  ForItems(config.layer_bits, [&](const Item& item) {
+    if (item.last != UINT32_MAX) highest = std::max(highest.value_or(0), item.last);
+  });
+  return highest;
 }
 
 LayerBits BitsOfLayer(const Config& config, uint32_t model_layer) {

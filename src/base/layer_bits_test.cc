@@ -53,6 +53,16 @@ TEST(LayerBitsTest, WaterFillTakesQuarters) {
     EXPECT_FALSE(ParseConfig(std::string("codec=wf,layer_bits=") + list).ok()) << list;
 }
 
+TEST(LayerBitsTest, TheHighestLayerNamed) {
+  const auto highest = [](const std::string& list) {
+    return HighestLayerNamed(*ParseConfig("codec=kvtuner,window=8,layer_bits=" + list));
+  };
+  EXPECT_EQ(highest("*:4/2"), std::nullopt);
+  EXPECT_EQ(highest("0:4/2"), 0u);
+  EXPECT_EQ(highest("*:4/2;3-17:8/8;2:1/1"), 17u);
+  EXPECT_EQ(HighestLayerNamed(Config{}), std::nullopt);
+}
+
 TEST(LayerBitsTest, OtherCodecsHaveNone) {
   const Result<Config> config = ParseConfig("codec=kivi,layer_bits=0:4/4");
   ASSERT_FALSE(config.ok());

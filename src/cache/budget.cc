@@ -45,8 +45,9 @@ uint64_t MinimumBudgetBytes(const Config& config, std::span<const LayerShape> la
   uint64_t bytes = sizeof(Sequence);
   uint64_t rope_table = 0;
   for (const LayerShape& l : layers) {
-    rope_table =
-        std::max(rope_table, uint64_t{64 + 32} * 2 * RoundUp(l.head_dim / 2, 16) * sizeof(float));
+    rope_table = std::max<uint64_t>(rope_table,
+                                    kernels::RopeTable::MaxBytes(l.head_dim, config.window * n_full,
+                                                                 codecs::WantsQueryEnergy(config)));
     const uint64_t full =
         l.n_kv_heads * kernels::FullHeadBytes(config.window, l.head_dim, l.head_dim_v);
     const uint64_t packed = l.n_kv_heads * codecs::CodecBytes(config, RowsOf(l)).total();
@@ -69,17 +70,20 @@ std::vector<double> ShareBudget(const Config& config, std::span<const CacheDeman
   const double fraction = config.budget_bytes > 0 ? static_cast<double>(config.budget_bytes) / all
                                                   : config.budget_fraction;
   std::vector<double> fractions(caches.size(), fraction);
+  // What a cache should have at least: no more than its full size, or the fraction would exceed 1.
+  const auto least = [](const CacheDemand& c) {
+    return std::min(kHeadroom * static_cast<double>(c.minimum_bytes),
+                    static_cast<double>(c.f16_bytes));
+  };
   double missing = 0.0, spare = 0.0;
   for (const CacheDemand& c : caches) {
-    const double over = fraction * static_cast<double>(c.f16_bytes) -
-                        kHeadroom * static_cast<double>(c.minimum_bytes);
+    const double over = fraction * static_cast<double>(c.f16_bytes) - least(c);
     (over < 0.0 ? missing : spare) += std::fabs(over);
   }
   if (missing == 0.0 || missing > spare) return fractions;
   for (size_t i = 0; i < caches.size(); ++i) {
     const auto f16 = static_cast<double>(caches[i].f16_bytes);
-    const double minimum = kHeadroom * static_cast<double>(caches[i].minimum_bytes);
-    const double over = fraction * f16 - minimum;
+    const double minimum = least(caches[i]), over = fraction * f16 - minimum;
     fractions[i] = (over < 0.0 ? minimum : minimum + over * (1.0 - missing / spare)) / f16;
   }
   return fractions;

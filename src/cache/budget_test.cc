@@ -48,6 +48,10 @@ TEST(ShareBudgetTest, ASmallCacheGetsItsMinimumAndATenthFromTheOthers) {
   EXPECT_NEAR(three[0] * 1000, 88 + 12.0 * 45 / 68, 1e-9);
   EXPECT_NEAR(three[1] * 1000, 44 + 56.0 * 45 / 68, 1e-9);
   EXPECT_NEAR(three[2] * 100, 33, 1e-9);
+  // A ring that is hardly larger than its minimum gets all that it can use, and no more.
+  const std::vector<double> tiny = Shares(0.5, {{1000, 20}, {100, 95}});
+  EXPECT_NEAR(tiny[0] * 1000, 450, 1e-9);
+  EXPECT_NEAR(tiny[1], 1.0, 1e-12);
   // Not enough: nobody's share is changed, and whoever lacks says so.
   EXPECT_EQ(Shares(0.05, ring), (std::vector<double>{0.05, 0.05}));
   EXPECT_EQ(Shares(0.05, {{1000, 90}}), std::vector<double>{0.05});

@@ -152,21 +152,26 @@ TEST(ResidentTest, CountedBytesAreResidentBytes) {
 }
 
 TEST(ResidentTest, MinimumBudgetIsEnoughForItsStream) {
-  for (const uint32_t window : {4u, 8u, 16u}) {
-    Config config;
-    config.window = window;
-    config.check = true;
-    const std::vector<LayerShape> shapes(6, Shape(2, 64, 64));
-    config.budget_bytes = MinimumBudgetBytes(config, shapes);
-    Engine e(config, shapes, 1, 600);
-    ASSERT_TRUE(e.status.ok()) << e.status.message();
-    e.UseRope(TestRope(64));
-    const SeqId seq = e.NewSequence(0);
-    const Status prompt = e.Prompt(seq, 200, window);
-    ASSERT_TRUE(prompt.ok()) << prompt.message();
-    const Status decode = e.Decode(seq, 100);
-    ASSERT_TRUE(decode.ok()) << window << " " << decode.message();
-    EXPECT_LE(e.cache().Stats().bytes.total(), config.budget_bytes);
+  for (const char* codec : {"codec=kivi", "codec=wf", "codec=wf,bits=3", "codec=token",
+                            "codec=kvquant", "codec=hadamard,bits=4"}) {
+    for (const uint32_t window : {8u, 16u, 32u}) {
+      for (const uint32_t head_dim : {32u, 64u, 256u}) {
+        Config config = *ParseConfig(codec + (",window=" + std::to_string(window)));
+        config.check = true;
+        const std::vector<LayerShape> shapes(6, Shape(2, head_dim, head_dim));
+        config.budget_bytes = MinimumBudgetBytes(config, shapes);
+        const std::string what = ToText(config) + ", " + std::to_string(head_dim) + " channels: ";
+        Engine e(config, shapes, 1, 600);
+        ASSERT_TRUE(e.status.ok()) << what << e.status.message();
+        e.UseRope(TestRope(head_dim));
+        const SeqId seq = e.NewSequence(0);
+        const Status prompt = e.Prompt(seq, 200, window);
+        ASSERT_TRUE(prompt.ok()) << what << prompt.message();
+        const Status decode = e.Decode(seq, 100);
+        ASSERT_TRUE(decode.ok()) << what << decode.message();
+        EXPECT_LE(e.cache().Stats().bytes.total(), config.budget_bytes) << what;
+      }
+    }
   }
 }
 

@@ -40,10 +40,10 @@ Result<std::vector<CacheChoice>> CacheChoices(std::string_view policies, std::st
 }
 
 void CacheListOptions::Register(CLI::App& app) {
-  AddText(app, "--budget", budgets_, "SIZES",
-          "budgets, separated by commas: shares of f16 or bytes")
-      ->default_str(budgets_)
-      ->group("Cache");
+  budget_option_ = AddText(app, "--budget", budgets_, "SIZES",
+                           "budgets, separated by commas: shares of f16 or bytes")
+                       ->default_str(budgets_)
+                       ->group("Cache");
   policy_option_ = AddText(app, "--preset,--policy", policies_, "NAMES",
                            "presets, separated by commas; full has no budget")
                        ->default_str(policies_)
@@ -64,8 +64,10 @@ void CacheListOptions::Register(CLI::App& app) {
 Result<std::vector<CacheChoice>> CacheListOptions::Build() const {
   Config defaults;
   if (pack_all_) {
-    if (policy_option_->count() != 0) {
-      return InvalidArgument("--pack-all and --policy " + policies_ +
+    for (const CLI::Option* option : {policy_option_, budget_option_}) {
+      if (option->count() == 0) continue;
+      return InvalidArgument("--pack-all and " + option->get_name() + " " +
+                             option->as<std::string>() +
                              " exclude each other: it is preset pack at 100%");
     }
     defaults.preset = Preset::kPack;

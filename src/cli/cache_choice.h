@@ -41,7 +41,7 @@ class CacheListOptions {
   std::string policies_, budgets_;
   std::vector<std::string> caches_;
   bool pack_all_ = false;
-  const CLI::Option* policy_option_ = nullptr;
+  const CLI::Option *policy_option_ = nullptr, *budget_option_ = nullptr;
   ConfigOptions config_;
 };
 

@@ -6,6 +6,7 @@
 #include "cli/text.h"
 #include "codecs/codec.h"
 #include "kernels/attention.h"  // before qevict/cache.h: GCC warns of enumerators named as its globals
+#include "kernels/rope_table.h"
 #include "qevict/cache.h"
 #include "qevict/policy.h"
 
@@ -107,13 +108,16 @@ class CachePlanner {
     return MinimumBudgetBytes(config, shapes);
   }
 
+  /// The least budget holds for a part that has a budget of its own.
+  Status CheckMinimum() const {
+    const bool enough = config_.preset == Preset::kFull || DomainBudget() >= stream_minimum_bytes();
+    return enough ? Status() : TooSmall(0);
+  }
+
   Result<LayerPlan> Layer(const CacheLayer& l) const {
     const uint64_t full =
         l.n_kv_heads * kernels::FullHeadBytes(config_.window, l.head_dim, l.head_dim_v);
-    const uint64_t packed =
-        l.n_kv_heads * codecs::CodecBytes(config_, {l.n_kv_heads, l.head_dim, l.head_dim_v,
-                                                    BitsOfLayer(config_, l.index)})
-                           .total();
+    const uint64_t packed = l.n_kv_heads * codecs::CodecBytes(config_, RowsOf(l)).total();
     const UnitCosts costs{full + kUnitBytes, packed + kUnitBytes};
     std::vector<Candidate> candidates;
     for (uint32_t i = 0; i < windows_.history; ++i) {
@@ -133,6 +137,10 @@ class CachePlanner {
   }
 
  private:
+  codecs::RowShape RowsOf(const CacheLayer& l) const {
+    return {l.n_kv_heads, l.head_dim, l.head_dim_v, BitsOfLayer(config_, l.index)};
+  }
+
   uint64_t DomainBudget() const {
     if (config_.preset == Preset::kFull) return f16_bytes() / n_domains_;
     if (config_.budget_bytes) return config_.budget_bytes;
@@ -158,11 +166,12 @@ class CachePlanner {
       n_shapes += first == i ? 1 : 0;
     }
     const uint64_t n_cells = uint64_t{cache_.cells_per_stream} * cache_.n_streams / n_domains_;
-    const uint64_t n_pairs = CeilDiv(rope_dims / 2, 16) * 16;
-    const uint64_t rope = ((cache_.tokens_per_sequence / 64 + 68) * 8 + 256) * n_pairs / n_domains_;
+    const uint64_t rope = kernels::RopeTable::MaxBytes(rope_dims, cache_.tokens_per_sequence,
+                                                       codecs::WantsQueryEnergy(config_)) /
+                          n_domains_;
     uint64_t learned = 0;
     for (const CacheLayer& l : cache_.layers) {
-      learned += codecs::LearnedBytes(config_, {l.n_kv_heads, l.head_dim, l.head_dim_v});
+      learned += codecs::LearnedBytes(config_, RowsOf(l));
     }
     return learned / n_domains_ +
            n_sequences_ * (Grown(windows_.total() * window) + kSequenceBytes +
@@ -296,6 +305,7 @@ Result<CapacityPlan> PlanCapacity(const Config& config, const ModelShape& model,
           static_cast<uint64_t>(fractions[i] * static_cast<double>(F16Capacity(cache)));
     }
     const CachePlanner planner(part, cache, model.rope_dims);
+    QEVICT_RETURN_IF_ERROR(planner.CheckMinimum());
     plan.f16_bytes += planner.f16_bytes();
     plan.table_bytes += planner.table_bytes();
     plan.budget_bytes += planner.budget_bytes();

@@ -55,9 +55,10 @@ void AddInput(CLI::App& app, EvalOptions& o) {
   AddInteger(app, "--by-depth", o.n_depths, 0, 1 << 16,
              "equal parts of the compared tokens that are\nreported apart")
       ->group(kInput);
-  AddFlag(app, "--generate", o.generate,
-          "compare on what the full cache generates after\nthe prompt instead of on the text")
-      ->group(kInput);
+  CLI::Option* generate =
+      AddFlag(app, "--generate", o.generate,
+              "compare on what the full cache generates after\nthe prompt instead of on the text")
+          ->group(kInput);
   AddInteger(app, "--step", o.n_step, 1, 4096, "tokens per step")
       ->default_str("interval")
       ->group(kInput);
@@ -68,7 +69,7 @@ void AddInput(CLI::App& app, EvalOptions& o) {
       ->group(kInput);
   AddFlag(app, "--floor", o.floor, "compare the reference with its own other attention, too")
       ->group(kInput);
-  o.sampling.Register(app);
+  for (CLI::Option* option : o.sampling.Register(app)) option->needs(generate);
   o.caches.Register(app);
   AddFormat(app, o.format, "table, or with json one line per chunk and result")->group("Output");
   AddFlag(app, "-v,--verbose", o.verbose, "show the log of llama.cpp")->group("Output");

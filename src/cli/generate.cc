@@ -13,23 +13,24 @@ constexpr const char* kGroup = "Sampling";
 
 }  // namespace
 
-void Sampling::Register(CLI::App& app) {
-  AddReal(app, "--temp", temperature, 0.0, 100.0, "temperature; 0 = greedy, repeatable")
-      ->group(kGroup);
-  AddInteger(app, "--top-k", top_k, 0, INT32_MAX, "keep the k likeliest tokens; 0 = all")
-      ->group(kGroup);
-  AddReal(app, "--top-p", top_p, 0.0, 1.0, "keep tokens up to this probability together; 1 = all")
-      ->group(kGroup);
-  AddReal(app, "--min-p", min_p, 0.0, 1.0, "drop tokens below this share of the best one; 0 = none")
-      ->group(kGroup);
-  AddReal(app, "--repeat-penalty", repeat_penalty, 0.01, 100.0,
-          "penalty of repeated tokens; 1 = none")
-      ->group(kGroup);
-  AddInteger(app, "--repeat-last-n", repeat_last_n, 0, 1 << 20, "tokens that the penalty looks at")
-      ->group(kGroup);
-  AddInteger(app, "-s,--seed", seed, -1, UINT32_MAX - 1, "random seed; -1 = another one each time")
-      ->group(kGroup);
-  AddFlag(app, "--ignore-eos", ignore_eos, "never end the answer before -n tokens")->group(kGroup);
+std::vector<CLI::Option*> Sampling::Register(CLI::App& app) {
+  const std::vector<CLI::Option*> options = {
+      AddReal(app, "--temp", temperature, 0.0, 100.0, "temperature; 0 = greedy, repeatable"),
+      AddInteger(app, "--top-k", top_k, 0, INT32_MAX, "keep the k likeliest tokens; 0 = all"),
+      AddReal(app, "--top-p", top_p, 0.0, 1.0,
+              "keep tokens up to this probability together; 1 = all"),
+      AddReal(app, "--min-p", min_p, 0.0, 1.0,
+              "drop tokens below this share of the best one; 0 = none"),
+      AddReal(app, "--repeat-penalty", repeat_penalty, 0.01, 100.0,
+              "penalty of repeated tokens; 1 = none"),
+      AddInteger(app, "--repeat-last-n", repeat_last_n, 0, 1 << 20,
+                 "tokens that the penalty looks at"),
+      AddInteger(app, "-s,--seed", seed, -1, UINT32_MAX - 1,
+                 "random seed; -1 = another one each time"),
+      AddFlag(app, "--ignore-eos", ignore_eos, "never end the answer before -n tokens"),
+  };
+  for (CLI::Option* option : options) option->group(kGroup);
+  return options;
 }
 
 Sampler MakeSampler(const Model& model, const Sampling& s) {

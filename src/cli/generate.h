@@ -19,7 +19,8 @@ struct Sampling {
   int64_t seed = 0;  ///< -1 = another one each time
   bool ignore_eos = false;
 
-  void Register(CLI::App& app);
+  /// Returns the options.
+  std::vector<CLI::Option*> Register(CLI::App& app);
 };
 
 struct FreeSampler {

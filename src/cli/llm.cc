@@ -26,6 +26,8 @@ Status CacheFailure(StatusCode code, const std::string& what) {
   const auto starts = [&why](std::string_view text) { return why.starts_with(text); };
   const bool budget = starts("budget ") || starts("a budget of ") || starts("the budget of ") ||
                       starts("bad configuration") || starts("the statistics in ");
+  const bool refused = why.find("not support") != std::string::npos;  // the model or its shape
+  if (refused) return {StatusCode::kUnimplemented, why};
   return {budget ? StatusCode::kInvalidArgument : code, why};
 }
 

@@ -93,6 +93,7 @@ int Fail(const Status& status) {
     case StatusCode::kInvalidArgument:
     case StatusCode::kNotFound:
     case StatusCode::kOutOfRange:
+    case StatusCode::kUnimplemented:  // a model that qevict does not support
       return kUsageError;
     default:
       return kRuntimeFailure;

@@ -7,6 +7,7 @@
 #include <system_error>
 #include <vector>
 
+#include "cli/model_shape.h"
 #include "cli/progress.h"
 #include "codecs/allocate.h"
 
@@ -17,6 +18,30 @@ std::string HashText(uint64_t hash) {
   char text[17];
   std::snprintf(text, sizeof(text), "%016llx", static_cast<unsigned long long>(hash));
   return text;
+}
+
+/// Whether `layer_bits` and the statistics speak of the model's layers.
+Status CheckLayers(const Config& config, const codecs::CodecStatistics* statistics,
+                   const ModelShape& model, const std::string& path) {
+  const uint32_t last = model.layers.empty() ? 0 : model.layers.back().index;
+  if (const std::optional<uint32_t> named = HighestLayerNamed(config); named && *named > last) {
+    return InvalidArgument("layer_bits names layer " + std::to_string(*named) +
+                           ", but the last layer with a KV cache of " + path + " is " +
+                           std::to_string(last));
+  }
+  if (statistics == nullptr) return {};
+  for (const CacheLayer& l : model.layers) {
+    const codecs::LayerStatistics* given = statistics->Find(l.index);
+    if (given != nullptr && given->shape.n_kv_heads == l.n_kv_heads &&
+        given->shape.head_dim == l.head_dim && given->shape.head_dim_v == l.head_dim_v) {
+      continue;
+    }
+    return InvalidArgument("the statistics in " + config.statistics + " have no layer " +
+                           std::to_string(l.index) + " of " + std::to_string(l.n_kv_heads) +
+                           " kv heads and " + std::to_string(l.head_dim) + "/" +
+                           std::to_string(l.head_dim_v) + " channels, as " + path + " has");
+  }
+  return {};
 }
 
 }  // namespace
@@ -49,8 +74,18 @@ Result<Config> UseStatistics(const Config& config, const std::string& model) {
 
 Status UseStatistics(std::span<Config* const> configs, const std::string& model) {
   std::optional<uint64_t> hash;
+  std::optional<ModelShape> shape;
   for (Config* config : configs) {
-    if (config->statistics.empty()) continue;
+    if (config->statistics.empty() && config->layer_bits.empty()) continue;
+    if (!shape) {
+      Result<ModelShape> read = ReadModelShape(model);
+      if (!read.ok()) return read.status();
+      shape = std::move(*read);
+    }
+    if (config->statistics.empty()) {
+      QEVICT_RETURN_IF_ERROR(CheckLayers(*config, nullptr, *shape, model));
+      continue;
+    }
     const Result<codecs::CodecStatistics> statistics = codecs::ReadStatistics(config->statistics);
     if (!statistics.ok()) return statistics.status();
     if (!hash) {
@@ -64,6 +99,7 @@ Status UseStatistics(std::span<Config* const> configs, const std::string& model)
                              HashText(statistics->model_hash) + "; " + model + " has " +
                              HashText(*hash) + "): run `qevict calibrate codec -m " + model + "`");
     }
+    QEVICT_RETURN_IF_ERROR(CheckLayers(*config, &*statistics, *shape, model));
     *config = codecs::WithAllocatedBits(*config, *statistics);
   }
   return {};

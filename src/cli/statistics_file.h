@@ -13,7 +13,8 @@ namespace qevict::cli {
 Result<uint64_t> HashFile(const std::string& path);
 
 /// `config` with the bits per layer that Config::statistics, if there is one, gives (allocate.h).
-/// Errors: kNotFound, kInvalidArgument naming both hashes if it was taken from another model.
+/// Errors: kNotFound, kInvalidArgument naming both hashes if it was taken from another model, and
+/// for `layer_bits` or statistics that name layers which the model does not have.
 Result<Config> UseStatistics(const Config& config, const std::string& model);
 /// The same for several, in place; the model's file is read once.
 Status UseStatistics(std::span<Config* const> configs, const std::string& model);

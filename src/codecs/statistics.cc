@@ -85,8 +85,9 @@ class Reader {
     return line_.empty();
   }
   Status Bad(std::string_view expected) const {
-    return InvalidArgument("line " + std::to_string(n_) + " of the codec statistics is damaged: " +
-                           std::string(expected) + " is expected");
+    return InvalidArgument("line " + std::to_string(std::max<size_t>(n_, 1)) +
+                           " of the codec statistics is damaged: " + std::string(expected) +
+                           " is expected");
   }
 
  private:

@@ -42,7 +42,7 @@ int WithSession(uint64_t id, F&& f) {
 }
 
 void AddStats(CacheGroup& group, qevict_stats* out) {
-  out->n_layers += group.layers().size();
+  out->n_layers += group.cache() ? group.cache()->n_layers() : group.layers().size();
   out->n_streams = group.n_streams();
   out->cells_per_stream = std::max<uint64_t>(out->cells_per_stream, group.n_cells());
   out->capacity_f16_bytes += group.f16_bytes();

@@ -112,4 +112,12 @@ size_t RopeTable::bytes() const {
   return floats * sizeof(float) + omega_.size() * sizeof(double);
 }
 
+size_t RopeTable::MaxBytes(uint32_t n_dims, uint64_t n_positions, bool with_basis) {
+  const size_t n_pairs = n_dims / 2, stride = internal::PadLanes(n_dims / 2);
+  const size_t blocks = n_positions / 64 + 2;
+  size_t floats = (blocks + 64) * 2 * stride + size_t{64} * (n_pairs + 1);
+  if (with_basis) floats += (2 * n_pairs + 4) * 64 + 3 * stride;
+  return floats * sizeof(float) + n_pairs * sizeof(double);
+}
+
 }  // namespace qevict::kernels

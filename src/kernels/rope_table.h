@@ -52,6 +52,9 @@ class RopeTable {
   /// [3][stride]: cos and sin of 31.5 w, and 32 w; 0 for fast pairs.
   const float* middle() const { return middle_.data(); }
   size_t bytes() const;
+  /// The most that a table of any frequencies takes for `n_dims` channels and `n_positions`
+  /// positions, with or without the basis.
+  static size_t MaxBytes(uint32_t n_dims, uint64_t n_positions, bool with_basis);
 
  private:
   RopeParams params_;

@@ -46,6 +46,28 @@ TEST(RopeTableTest, PhasesMatchTheForwardPassAtShortRange) {
   }
 }
 
+TEST(RopeTableTest, NoTableIsLargerThanTheMost) {
+  for (const uint32_t n_dims : {2u, 6u, 16u, 34u, 64u, 128u, 256u}) {
+    for (const float base : {100.0f, 10000.0f, 1e6f}) {
+      RopeParams params = Params(n_dims);
+      params.freq_base = base;
+      for (const int32_t max_pos : {0, 63, 64, 5000}) {
+        RopeTable table(params);
+        table.Grow(max_pos);
+        const auto n_positions = static_cast<uint64_t>(max_pos) + 1;
+        const auto check = [&](bool with_basis) {
+          const size_t most = RopeTable::MaxBytes(n_dims, n_positions, with_basis);
+          EXPECT_LE(table.bytes(), most) << n_dims << " " << base << " " << max_pos;
+          EXPECT_GE(table.bytes() * 2, most) << n_dims << " " << base << " " << max_pos;
+        };
+        check(false);
+        table.AddBasis();
+        check(true);
+      }
+    }
+  }
+}
+
 TEST(RopeTableTest, GrowingKeepsWhatWasThere) {
   RopeTable table(Params(16));
   table.Grow(100);
