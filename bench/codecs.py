@@ -3,7 +3,7 @@
 
     bench/codecs.py RESULTS DOCUMENT
 
-RESULTS has the JSON lines of `qevict eval kld` (cells-*, field-*, paper-*, depth-*) and kernels.json of
+RESULTS has the JSON lines of `qevict eval kld` (cells-*, field-*, depth-*) and kernels.json of
 `qevict bench codecs`. In DOCUMENT everything between `<!-- codecs: begin -->` and `<!-- codecs: end -->` is
 replaced; the pictures are codecs-kl.svg and codecs-depth.svg.
 """
@@ -40,8 +40,8 @@ def read_lines(path):
 def read_results(folder, model):
     """Results by name; of two for one name that with more positions."""
     results = {}
-    for kind in ("field", "paper", "cells"):
-        for line in read_lines(folder / f"{kind}-{model}.jsonl"):
+    for path in sorted(folder.glob(f"*-{model}.jsonl")):
+        for line in read_lines(path) if not path.name.startswith("depth") else []:
             name = name_of(line["policy"])
             if name not in results or line["positions"] > results[name]["positions"]:
                 results[name] = line

@@ -9,8 +9,11 @@
 # --quick: two chunks (2,048 positions) everywhere, to see that all works.
 # Parts, by default all: calibrate (bits of layers, on another text; half an hour on two cores), cells
 # (wf with these, at four sizes, 40,960 positions; an hour), field (all formats, 8,192 positions; two
-# hours), depth (4,000 generated tokens), kernels, table. The texts are WikiText-2's test file and, for
-# calibrate, a part of its validation file; neither is part of the repository.
+# hours; or one by one field-kivi, field-papers, field-token, field-wf, field-floor), depth (4,000
+# generated tokens), kernels, table. A part's results are a file per model, so that two cores are used
+# best by two processes on one core each (taskset), with other models or parts. The texts are
+# WikiText-2's test file and, for calibrate, a part of its validation file; neither is part of the
+# repository.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 
@@ -28,11 +31,13 @@ while [ $# -gt 0 ]; do
     --quick) cell_chunks=2 field_chunks=2; shift ;;
     --out) out=${2:?scripts/codecs.sh: --out needs a folder}; shift 2 ;;
     -h | --help) sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 0 ;;
-    calibrate | cells | field | depth | kernels | table) parts+=("$1"); shift ;;
+    calibrate | cells | depth | kernels | table) parts+=("$1"); shift ;;
+    field) parts+=(field-{kivi,papers,token,wf,floor}); shift ;;
+    field-kivi | field-papers | field-token | field-wf | field-floor) parts+=("$1"); shift ;;
     *) echo "scripts/codecs.sh: unknown part $1 (calibrate, cells, field, depth, kernels, table)" >&2; exit 2 ;;
   esac
 done
-[ ${#parts[@]} -gt 0 ] || parts=(calibrate cells field depth kernels table)
+[ ${#parts[@]} -gt 0 ] || parts=(calibrate cells field-{kivi,papers,token,wf,floor} depth kernels table)
 if [ -z "${QEVICT_COMMAND:-}" ]; then
   build_release
   QEVICT_COMMAND="$repo_dir/build/release/bin/qevict"
@@ -40,14 +45,12 @@ fi
 mkdir -p "$out" "$cache_dir/statistics"
 
 # Formats of the papers, and qevict's own beside the four sizes of `cells`.
-field=(kivi,bits=1 kivi,bits=2 kivi,bits=3 kivi,bits=4 kivi_clip,bits=2
-  kivi_clip,bits=3 kivi_post,bits=2 kivi_post,bits=4 byte_grid,bits=2 byte_grid,bits=3
-  kvquant,bits=2 kvquant,bits=3 kvquant,bits=4 zipcache,bits=2 zipcache,bits=4 ott,bits=2
-  'kvtuner,layer_bits=*:4/2;0-1:8/8' nqkv,bits=4 hqe,bits=1 hqe,bits=2 hqe,bits=4
-  hadamard,bits=1 hadamard,bits=2 hadamard,bits=3 hadamard,bits=4
-  token,bits=2 token,bits=3 token,bits=4 token,bits=8)
-paper=kivi,bits=2,window=8  # QEvict's own
-rates=(1 1.5 2 2.5 3 4)
+kivi=(kivi,bits={1,2,3,4} kivi_clip,bits={2,3} kivi_post,bits={2,4} byte_grid,bits={2,3})
+papers=(kvquant,bits={2,3,4} zipcache,bits={2,4} ott,bits=2 'kvtuner,layer_bits=*:4/2;0-1:8/8'
+  nqkv,bits=4 hqe,bits={1,2,4})
+token=(hadamard,bits={1,2,3,4} token,bits={2,3,4,8})
+wf=(wf,bits={1,1.5,2,2.5,3,4})
+floor=(kivi,bits=2,window=8)  # QEvict's own, apart from the others: its steps are of 8 tokens
 cell_rates=(1.5 2 2.5 3)
 
 # caches CODEC,SETTINGS...: the options that name them
@@ -62,11 +65,12 @@ kld() {
   shift 3
   mapfile -t options < <(caches "$@")
   # The floor costs as much as a format, and is the same wherever it is measured.
-  case "$name" in paper-*) options+=(--floor) ;; esac
+  case "$name" in field-floor-*) options+=(--floor) ;; esac
   step "$name: $# formats, $chunks chunks"
   "$QEVICT_COMMAND" eval kld -m "$("$repo_dir/scripts/models.py" "$model")" -f "$text" --pack-all \
     --window 32 --chunks "$chunks" --prompt 1024 --score 1024 -o json "${options[@]}" |
-    keep >"$out/$name.jsonl"
+    keep >"$out/$name.jsonl.part"
+  mv "$out/$name.jsonl.part" "$out/$name.jsonl"  # what was there stays until there is better
 }
 
 # Summaries alone, without the folders of this machine.
@@ -91,11 +95,9 @@ for part in "${parts[@]}"; do
       for model in "${models[@]}"; do
         kld "cells-$model" "$model" "$cell_chunks" "${cell_rates[@]/#/wf,statistics=$(statistics "$model"),bits=}"
       done ;;
-    field)
-      for model in "${models[@]}"; do
-        kld "field-$model" "$model" "$field_chunks" "${field[@]}" "${rates[@]/#/wf,bits=}"
-        kld "paper-$model" "$model" "$field_chunks" "$paper"  # apart: its steps are of 8 tokens
-      done ;;
+    field-*)
+      declare -n formats="${part#field-}"
+      for model in "${models[@]}"; do kld "$part-$model" "$model" "$field_chunks" "${formats[@]}"; done ;;
     depth)
       for model in "${models[@]}"; do
         step "depth-$model"
@@ -103,11 +105,12 @@ for part in "${parts[@]}"; do
           --pack-all --window 32 --chunks 1 --prompt 2000 --score 4000 --by-depth 16 --generate \
           --temp 0.8 --seed 1 -o json --cache codec=wf,bits=2.5 \
           --cache "codec=wf,bits=2.5,statistics=$(statistics "$model")" |
-          keep >"$out/depth-$model.jsonl"
+          keep >"$out/depth-$model.jsonl.part"
+        mv "$out/depth-$model.jsonl.part" "$out/depth-$model.jsonl"
       done ;;
     kernels)
       step "kernels"
-      mapfile -t options < <(caches "${field[@]}" "$paper" "${rates[@]/#/wf,bits=}")
+      mapfile -t options < <(caches "${kivi[@]}" "${papers[@]}" "${token[@]}" "${wf[@]}" "${floor[@]}")
       "$QEVICT_COMMAND" bench codecs -r 11 -o json "${options[@]}" >"$out/kernels.json" ;;
     table)
       step "table and picture"
