@@ -62,7 +62,8 @@ void KvCache::Impl::Teach(uint32_t il, size_t max_tokens, codecs::CodecLearner& 
       if (u.has_full() && !windows[u.window].has(WindowRecord::kSink)) units.push_back(&u);
     }
   }
-  const size_t step = std::max<size_t>(1, units.size() * config.window / max_tokens);
+  const size_t n_tokens = units.size() * config.window;
+  const size_t step = std::max<size_t>(1, (n_tokens + max_tokens - 1) / max_tokens);
   uint16_t row[kMaxHeadDim];
   float key[kMaxHeadDim], before_rope[kMaxHeadDim], value[kMaxHeadDim];
   for (size_t i = 0; i < units.size(); i += step) {

@@ -68,14 +68,14 @@ class PackedLayer {
     std::vector<uint32_t> place(n_windows);
     std::iota(place.begin(), place.end(), 0u);
     std::shuffle(place.begin(), place.end(), std::mt19937_64(seed));
-    const Timer timer;
+    double encode_ms = 0.0;
     for (uint32_t w = 0; w < n_windows; ++w) {
       uint8_t* window = data_ + place[w] * window_bytes;
       for (uint32_t h = 0; h < shape_.n_kv_heads; ++h)
-        EncodeWindow(rows, w, h, window + h * head_bytes_);
+        encode_ms += EncodeWindow(rows, w, h, window + h * head_bytes_);
       windows_.push_back({window, static_cast<int32_t>(w * config.window), codec_->format(), 1});
     }
-    encode_us_ = timer.ms() * 1e3 / n_tokens_ / shape_.n_kv_heads;
+    encode_us_ = encode_ms * 1e3 / n_tokens_ / shape_.n_kv_heads;
     visible_.assign(n_windows, config.window == 32 ? ~0u : (1u << config.window) - 1);
     masses_.resize(size_t{n_windows} * shape_.n_kv_heads);
     out_.resize(size_t{shape_.n_heads} * shape_.head_dim);
@@ -132,7 +132,8 @@ class PackedLayer {
     codec_ = learner->Make({});
   }
 
-  void EncodeWindow(const RandomRows& rows, uint32_t w, uint32_t h, uint8_t* block) const {
+  /// Milliseconds that the codec takes.
+  double EncodeWindow(const RandomRows& rows, uint32_t w, uint32_t h, uint8_t* block) const {
     const uint32_t d = shape_.head_dim;
     std::vector<float> k, v;
     const float* mean = codec_->key_mean(h);
@@ -145,7 +146,9 @@ class PackedLayer {
       }
       if (!codec_->before_rope()) Rotate(static_cast<int32_t>(token), k.data() + size_t{t} * d);
     }
+    const Timer timer;
     codec_->Encode(h, config_.window, k.data(), v.data(), block);
+    return timer.ms();
   }
 
   /// What the first windows hold, keys as the query meets them.

@@ -108,7 +108,7 @@ class ModelBench {
 
   ContextOptions OptionsAt(uint32_t depth) const {
     ContextOptions options = plan_.context;
-    options.n_ctx = (ContextTokens(depth) + 255) / 256 * 256;
+    options.n_ctx = ContextCells(ContextTokens(depth));
     return options;
   }
 

@@ -36,17 +36,17 @@ Status CheckOutput(const CalibrateOptions& o) {
         " is not legal: expected a path without commas, # and line breaks, which "
         "a configuration can name");
   }
-  for (const std::string& input : {o.model, o.file}) {
+  for (const std::string& output : {o.output, PartOf(o)}) {
     std::error_code error;
-    if (std::filesystem::equivalent(o.output, input, error)) {
-      return InvalidArgument("--write " + o.output +
-                             " is read by this command, too: name another file");
+    for (const std::string& input : {o.model, o.file}) {
+      if (!std::filesystem::equivalent(output, input, error)) continue;
+      return InvalidArgument("--write " + o.output + " writes " + output +
+                             ", which is read by this command, too: name another file");
     }
-  }
-  std::error_code error;
-  if (std::filesystem::exists(o.output, error) &&
-      !std::filesystem::is_regular_file(o.output, error)) {
-    return InvalidArgument("--write " + o.output + " is no regular file");
+    if (std::filesystem::exists(output, error) &&
+        !std::filesystem::is_regular_file(output, error)) {
+      return InvalidArgument("--write " + o.output + ": " + output + " is no regular file");
+    }
   }
   return {};
 }
@@ -77,7 +77,7 @@ Status Collect(const CalibrateOptions& o, const std::string& text, uint64_t hash
     return refuse("--loss-chunks " + std::to_string(o.n_loss_chunks), n_loss);
   tokens->resize(n_tokens);
   ContextOptions options;
-  options.n_ctx = static_cast<uint32_t>((n_tokens + 255) / 256 * 256);
+  options.n_ctx = ContextCells(n_tokens);
   options.n_batch = options.n_ubatch = static_cast<uint32_t>(o.n_batch);
   options.n_threads = static_cast<int>(o.n_threads);
   Result<Context> context = Context::Create(*model, options, FullPrecision());
@@ -146,6 +146,21 @@ class LossMeasurement {
   std::vector<Contender> contenders_;
 };
 
+/// The whole file under its name, as a reader of it sees it.
+Result<codecs::CodecStatistics> Write(const CalibrateOptions& o, const std::string& text,
+                                      uint64_t hash) {
+  QEVICT_RETURN_IF_ERROR(Collect(o, text, hash));
+  Result<codecs::CodecStatistics> written = codecs::ReadStatistics(PartOf(o));
+  if (written.ok() && o.n_loss_chunks > 0) {
+    QEVICT_RETURN_IF_ERROR(LossMeasurement(o, *written).Run(text));
+    QEVICT_RETURN_IF_ERROR(codecs::SaveStatistics(PartOf(o), *written));
+    written = codecs::ReadStatistics(PartOf(o));
+  }
+  if (written.ok() && std::rename(PartOf(o).c_str(), o.output.c_str()) != 0)
+    return FailedPrecondition("statistics file " + o.output + " cannot be written");
+  return written;
+}
+
 void PrintSummary(const CalibrateOptions& o, const codecs::CodecStatistics& statistics) {
   float bias = 0.0f;
   uint64_t n_heads = 0;
@@ -183,19 +198,10 @@ int Calibrate(CalibrateOptions o) {
   const Result<uint64_t> hash = HashFile(o.model);
   if (!hash.ok()) return Fail(hash.status());
   if (const Status s = InitLlama(o.verbose); !s.ok()) return Fail(s);
-  if (const Status s = Collect(o, *text, *hash); !s.ok()) return Fail(s);
-  Result<codecs::CodecStatistics> written = codecs::ReadStatistics(PartOf(o));
-  if (!written.ok()) return Fail(written.status());
-  Status measured;
-  if (o.n_loss_chunks > 0) {
-    measured = LossMeasurement(o, *written).Run(*text);
-    if (measured.ok()) measured = codecs::SaveStatistics(PartOf(o), *written);
-  }
-  if (measured.ok() && std::rename(PartOf(o).c_str(), o.output.c_str()) != 0)
-    measured = FailedPrecondition("statistics file " + o.output + " cannot be written");
-  if (!measured.ok()) {
+  const Result<codecs::CodecStatistics> written = Write(o, *text, *hash);
+  if (!written.ok()) {
     std::remove(PartOf(o).c_str());
-    return Fail(measured);
+    return Fail(written.status());
   }
   PrintSummary(o, *written);
   return kOk;

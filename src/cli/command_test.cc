@@ -2,6 +2,7 @@
 #include <map>
 
 #include "cli/command_support.h"
+#include "qevict/config.h"
 
 namespace qevict::cli {
 namespace {
@@ -126,6 +127,18 @@ TEST_F(CommandTest, InfoSaysWhatThereIs) {
   EXPECT_EQ(info["plugin"], FromEnvironment("QEVICT_PLUGIN"));
   EXPECT_EQ(Json::parse(Qevict("info -o json", "QEVICT_SIMD=scalar").out)["isa"], "scalar");
   EXPECT_NE(Qevict("info").out.find("ggml"), std::string::npos);
+  // The formats are those that a configuration can name, all of them.
+  std::string legal = ParseConfig("codec=none").status().message();
+  for (const Json& codec : info["codecs"]) {
+    const std::string id = codec["id"];
+    EXPECT_TRUE(ParseConfig("window=8,codec=" + id + (id == "nqkv" ? ",bits=4" : "")).ok()) << id;
+    const size_t at = legal.find(id);
+    ASSERT_NE(at, std::string::npos) << id << " " << legal;
+    legal.erase(at, id.size());
+  }
+  std::string rest = legal.substr(legal.find("expected"));
+  std::erase_if(rest, [](char c) { return c == ',' || c == ' '; });
+  EXPECT_EQ(rest, "expectedor");
 }
 
 TEST_F(CommandTest, RunStreamsTextAndReportsOnStderr) {

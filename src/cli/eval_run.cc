@@ -5,6 +5,7 @@
 // tokens gives the same logits as single tokens as long as decisions are R tokens apart or more:
 // tiers change only between steps.
 #include <algorithm>
+#include <cmath>
 
 #include "base/parallel.h"
 #include "cli/eval.h"
@@ -88,7 +89,7 @@ class EvalRun {
         contenders_(contenders),
         on_chunk_(on_chunk),
         pool_(MakeThreadPool(static_cast<unsigned>(o.n_threads))) {
-    options_.n_ctx = static_cast<uint32_t>((o.chunk_tokens() + 255) / 256 * 256);
+    options_.n_ctx = ContextCells(o.chunk_tokens());
     options_.n_batch = options_.n_ubatch = static_cast<uint32_t>(o.n_batch);
     options_.n_outputs = n_step;
     options_.n_threads = static_cast<int>(o.n_threads);
@@ -158,27 +159,19 @@ class EvalRun {
     return {};
   }
 
-  Status ReadPrompt(Context& context, std::span<const llama_token> chunk) {
-    QEVICT_RETURN_IF_ERROR(context.SetPhase(QEVICT_PHASE_PROMPT));
-    const auto n_prompt = static_cast<size_t>(o_.n_prompt);
-    for (size_t at = 0; at < n_prompt;) {
-      const size_t n = std::min<size_t>(options_.n_batch, n_prompt - at);
-      QEVICT_RETURN_IF_ERROR(
-          context.Decode(chunk.subspan(at, n), o_.generate && at + n == n_prompt ? 1 : 0));
-      at += n;
-      Advance(n);
-    }
-    return {};
+  Status ReadChunkPrompt(Context& context, std::span<const llama_token> chunk) {
+    return ReadPrompt(context, chunk.first(static_cast<size_t>(o_.n_prompt)), options_.n_batch,
+                      [this](size_t n) { Advance(n); });
   }
 
   /// The same, from what the contender before has read if that is the same.
   Status ReadOrRestorePrompt(const Contender& c, Context& context,
                              std::span<const llama_token> chunk) {
-    if (sliding_ || !SharesPrompt(c)) return ReadPrompt(context, chunk);
+    if (sliding_ || !SharesPrompt(c)) return ReadChunkPrompt(context, chunk);
     const std::string key = PromptKey(c);
     if (prompt_.key == key)
       return context.Restore(prompt_.state, static_cast<uint32_t>(o_.n_prompt));
-    QEVICT_RETURN_IF_ERROR(ReadPrompt(context, chunk));
+    QEVICT_RETURN_IF_ERROR(ReadChunkPrompt(context, chunk));
     Result<std::vector<uint8_t>> state = context.Save();
     if (!state.ok()) return state.status();
     prompt_ = {key, std::move(*state)};
@@ -234,7 +227,7 @@ class EvalRun {
     options.flash_attention = o_.reference == "fa";
     auto context = Context::Create(cpu, options);
     if (!context.ok()) return context.status();
-    QEVICT_RETURN_IF_ERROR(ReadPrompt(*context, chunk));
+    QEVICT_RETURN_IF_ERROR(ReadChunkPrompt(*context, chunk));
     if (o_.generate) return GenerateChunk(cpu, *context, chunk, reference);
     const auto n_prompt = static_cast<size_t>(o_.n_prompt);
     return Score(*context, static_cast<size_t>(cpu.n_vocab()), chunk,
@@ -274,6 +267,12 @@ class EvalRun {
                                    positions[i] =
                                        reference.Compare(i, row, chunk[n_prompt + i + 1]);
                                  }));
+    for (size_t i = 0; i < positions.size(); ++i) {
+      if (!std::isnan(positions[i].kl) && !std::isnan(positions[i].nll - positions[i].nll_base))
+        continue;
+      return FailedPrecondition(c.policy + ": the logits of scored token " + std::to_string(i) +
+                                " are no numbers, or those of the reference");
+    }
     qevict_stats stats{};
     if (c.config) {
       const auto got = context->Stats();

@@ -70,16 +70,22 @@ Sampler MakeSampler(const Model& model, const Sampling& s) {
 }
 
 Status ReadPrompt(Context& context, std::span<const llama_token> prompt, uint32_t n_batch,
-                  const std::string& what) {
+                  const std::function<void(size_t)>& on_batch) {
   QEVICT_RETURN_IF_ERROR(context.SetPhase(QEVICT_PHASE_PROMPT));
-  Progress progress(what, prompt.size());
   for (size_t at = 0; at < prompt.size(); at += n_batch) {
     const size_t n = std::min<size_t>(n_batch, prompt.size() - at);
     const bool last = at + n == prompt.size();
     QEVICT_RETURN_IF_ERROR(context.Decode(prompt.subspan(at, n), last ? 1 : 0));
-    progress.Update(at + n);
+    on_batch(n);
   }
   return context.SetPhase(QEVICT_PHASE_DECODE);
+}
+
+Status ReadPrompt(Context& context, std::span<const llama_token> prompt, uint32_t n_batch,
+                  const std::string& what) {
+  Progress progress(what, prompt.size());
+  uint64_t n_done = 0;
+  return ReadPrompt(context, prompt, n_batch, [&](size_t n) { progress.Update(n_done += n); });
 }
 
 double Generation::tpot_ms() const {

@@ -33,6 +33,9 @@ Sampler MakeSampler(const Model& model, const Sampling& sampling);
 /// available afterwards.
 Status ReadPrompt(Context& context, std::span<const llama_token> prompt, uint32_t n_batch,
                   const std::string& what);
+/// The same without progress of its own; on_batch gets the tokens of each batch.
+Status ReadPrompt(Context& context, std::span<const llama_token> prompt, uint32_t n_batch,
+                  const std::function<void(size_t)>& on_batch);
 
 /// What a run took and wrote.
 struct Generation {

@@ -10,42 +10,30 @@ namespace qevict::cli {
 namespace {
 
 Json Codecs() {
-  Json codecs = Json::array();
-  for (const int bits : {2, 4}) {
-    codecs.push_back({{"id", "kivi-axis-" + std::to_string(bits)},
-                      {"bits", bits},
-                      {"keys", "per channel over the window, before RoPE"},
-                      {"values", "per token"}});
-  }
-  for (const int bits : {1, 2, 3, 4, 8}) {
-    codecs.push_back({{"id", "token-" + std::to_string(bits)},
-                      {"bits", bits},
-                      {"keys", "per token, after RoPE"},
-                      {"values", "per token"}});
-  }
-  codecs.push_back({{"id", "wf"},
-                    {"bits", "1 to 4"},
-                    {"keys", "static transform, a scale per token, after RoPE"},
-                    {"values", "static transform, a scale per token"}});
+  constexpr const char* kAnyBits = "1, 2, 3, 4, 8";
   const struct {
     const char *id, *bits, *keys, *values;
-  } field[] = {
-      {"kivi_clip", "1, 2, 3, 4, 8", "as kivi-axis, least squares", "per token, least squares"},
-      {"kivi_post", "1, 2, 3, 4, 8", "per channel over the window, after RoPE",
+  } rows[] = {
+      {"kivi", kAnyBits, "per channel over the window, before RoPE", "per token"},
+      {"token", kAnyBits, "per token, after RoPE", "per token"},
+      {"wf", "1 to 4 by 0.25", "static transform, a scale per token, after RoPE",
+       "static transform, a scale per token"},
+      {"kivi_clip", kAnyBits, "as kivi, least squares", "per token, least squares"},
+      {"kivi_post", kAnyBits, "per channel over the window, after RoPE",
        "per token and 32 channels"},
-      {"byte_grid", "1, 2, 3, 4, 8", "as kivi-axis, grids of one byte", "per token"},
+      {"byte_grid", kAnyBits, "as kivi, grids of one byte", "per token"},
       {"kvquant", "1 to 4", "static per channel before RoPE, non-uniform, 1% exact",
        "per token, non-uniform, 1% exact"},
-      {"zipcache", "1, 2, 3, 4, 8", "static per channel, after RoPE",
-       "channel-separable, per token"},
-      {"ott", "1, 2, 3, 4, 8", "as kivi_post, an exact token per window", "the same token exact"},
-      {"kvtuner", "1, 2, 3, 4, 8 by layer", "per channel over the window, after RoPE",
-       "per token; layer_bits names bits per layer"},
+      {"zipcache", kAnyBits, "static per channel, after RoPE", "channel-separable, per token"},
+      {"ott", kAnyBits, "as kivi_post, an exact token per window", "the same token exact"},
       {"nqkv", "4", "NormalFloat per token, after RoPE", "NormalFloat per token"},
       {"hqe", "1, 2, 4, 8", "as kivi_post; 1 bit: normal code", "as kivi_post; 1 bit: normal code"},
       {"hadamard", "1 to 4", "rotated per token before RoPE, static mean", "rotated per token"},
+      {"kvtuner", "1, 2, 3, 4, 8 by layer", "per channel over the window, after RoPE",
+       "per token; layer_bits names bits per layer"},
   };
-  for (const auto& c : field)
+  Json codecs = Json::array();
+  for (const auto& c : rows)
     codecs.push_back({{"id", c.id}, {"bits", c.bits}, {"keys", c.keys}, {"values", c.values}});
   return codecs;
 }

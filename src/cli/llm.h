@@ -50,6 +50,11 @@ class Model {
   Device device_;
 };
 
+/// Cells that a context of so many tokens gets; llama.cpp rounds them up, too.
+constexpr uint32_t ContextCells(uint64_t n_tokens) {
+  return static_cast<uint32_t>((n_tokens + 255) / 256 * 256);
+}
+
 struct ContextOptions {
   uint32_t n_ctx = 0;
   uint32_t n_batch = 512;

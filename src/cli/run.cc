@@ -97,8 +97,8 @@ Result<Task> MakeTask(const RunOptions& o, const Model& model) {
                  "qevict: warning: the answer is limited to %u tokens by a context of %llu\n",
                  task.n_predict, static_cast<unsigned long long>(limit));
   }
-  const uint64_t rounded = (std::min(wanted, limit) + 255) / 256 * 256;
-  task.n_ctx = static_cast<uint32_t>(o.n_ctx ? limit : rounded);
+  const uint32_t rounded = ContextCells(std::min(wanted, limit));
+  task.n_ctx = o.n_ctx ? static_cast<uint32_t>(limit) : rounded;
   return task;
 }
 

@@ -1,7 +1,6 @@
 #include "cli/statistics_file.h"
 
 #include <cerrno>
-#include <cstdio>
 #include <fstream>
 #include <optional>
 #include <system_error>
@@ -13,12 +12,6 @@
 
 namespace qevict::cli {
 namespace {
-
-std::string HashText(uint64_t hash) {
-  char text[17];
-  std::snprintf(text, sizeof(text), "%016llx", static_cast<unsigned long long>(hash));
-  return text;
-}
 
 /// Whether `layer_bits` and the statistics speak of the model's layers.
 Status CheckLayers(const Config& config, const codecs::CodecStatistics* statistics,
@@ -94,10 +87,10 @@ Status UseStatistics(std::span<Config* const> configs, const std::string& model)
       hash = *read;
     }
     if (*hash != statistics->model_hash) {
-      return InvalidArgument("the statistics in " + config->statistics +
-                             " were taken from another model (hash " +
-                             HashText(statistics->model_hash) + "; " + model + " has " +
-                             HashText(*hash) + "): run `qevict calibrate codec -m " + model + "`");
+      return InvalidArgument(
+          "the statistics in " + config->statistics + " were taken from another model (hash " +
+          codecs::HashText(statistics->model_hash) + "; " + model + " has " +
+          codecs::HashText(*hash) + "): run `qevict calibrate codec -m " + model + "`");
     }
     QEVICT_RETURN_IF_ERROR(CheckLayers(*config, &*statistics, *shape, model));
     *config = codecs::WithAllocatedBits(*config, *statistics);

@@ -49,9 +49,13 @@ GridHead MakeHead(const Config& config, const RowShape& shape, const RowSample* 
       return Hadamard(config.bits, shape, sample);
     case CodecId::kKvTuner:
       return KvTuner(LayerBitsOf(config, shape), shape);
-    default:
+    case CodecId::kKiviAxis:
       return KiviGrid(config.bits, shape);
+    case CodecId::kToken:
+    case CodecId::kWaterFill:
+      break;  // no grid codes
   }
+  return {};
 }
 
 bool IsKiviAxis(const Config& config) {
@@ -148,9 +152,17 @@ bool Learns(const Config& config) {
     case CodecId::kZipCache:
     case CodecId::kHadamard:
       return true;
-    default:
-      return false;
+    case CodecId::kKiviAxis:
+    case CodecId::kKiviClip:
+    case CodecId::kKiviPost:
+    case CodecId::kOtt:
+    case CodecId::kNqkv:
+    case CodecId::kHqe:
+    case CodecId::kKvTuner:
+    case CodecId::kToken:
+      break;
   }
+  return false;
 }
 
 std::unique_ptr<CodecLearner> MakeLearner(const Config& config, const RowShape& shape,

@@ -96,12 +96,4 @@ uint8_t CodecTag(const Config& config);
 /// Such as `kivi, 2 bits`; for errors.
 std::string CodecTagName(uint8_t tag);
 
-/// KIVI-axis uniform code (QEvict's): K per channel over the window before RoPE, V per token. See
-/// kivi_axis.h. One kv head of one window, as Codec::Encode and Decode. bits: 2 or 4. Grid: fp16
-/// scale and minimum first, codes against the rounded grid (policies.md C9).
-void EncodeKiviAxis(uint32_t bits, uint32_t window, uint32_t head_dim, uint32_t head_dim_v,
-                    uint32_t n, const float* k, const float* v, uint8_t* block);
-void DecodeKiviAxis(uint32_t bits, uint32_t window, uint32_t head_dim, uint32_t head_dim_v,
-                    uint32_t n, const uint8_t* block, float* k, float* v);
-
 }  // namespace qevict::codecs

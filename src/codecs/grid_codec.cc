@@ -24,6 +24,10 @@ void PadChannels(std::vector<float>& x) {
 const float* DataOf(const std::vector<float>& x) { return x.empty() ? nullptr : x.data(); }
 
 void SetPointers(GridSpec& s) {
+  if (s.borders.empty()) {
+    for (size_t i = 0; i + 1 < s.levels.size(); ++i)
+      s.borders.push_back(0.5f * (s.levels[i] + s.levels[i + 1]));
+  }
   if (!s.levels.empty()) s.levels.resize(16, s.levels.back());
   PadChannels(s.factor);
   PadChannels(s.offset);
@@ -32,6 +36,13 @@ void SetPointers(GridSpec& s) {
   s.grid.factor = DataOf(s.factor);
   s.grid.offset = DataOf(s.offset);
   s.grid.sign = DataOf(s.sign);
+}
+
+/// What is not finite counts as 0, and what f16 cannot hold is clamped.
+std::vector<float> Storable(const float* x, size_t n) {
+  std::vector<float> storable(x, x + n);
+  for (float& each : storable) each = std::clamp(Finite(each), -kMaxF16, kMaxF16);
+  return storable;
 }
 
 size_t BytesOf(const GridSpec& s) {
@@ -50,12 +61,11 @@ class Part {
         at_(kernels::LayoutGrid(g_, window, dim)),
         n_(kernels::GridCount(g_, window, dim)) {}
 
-  void Encode(const float* rows, uint32_t n, std::span<const uint32_t> exact_tokens,
+  /// Overwrites x [n][dim], storable numbers.
+  void Encode(std::vector<float>& x, uint32_t n, std::span<const uint32_t> exact_tokens,
               uint8_t* block) {
     std::memset(block, 0, at_.end);
     std::memset(block + at_.exact, 0xFF, at_.end - at_.exact);
-    std::vector<float> x(rows, rows + size_t{n} * dim_);
-    for (float& each : x) each = Finite(each);
     if (g_.sign != nullptr) {
       for (uint32_t t = 0; t < n; ++t) HadamardForward(g_.sign, dim_, x.data() + size_t{t} * dim_);
     }
@@ -69,19 +79,21 @@ class Part {
     }
     FitGrids(x, n);
     StoreGrids(block);
+    std::vector<uint8_t> codes(size_t{window_} * dim_);
     for (uint32_t t = 0; t < n; ++t) {
-      for (uint32_t c = 0; c < dim_; ++c) {
-        const size_t i = Index(t, c);
-        PutCode(block, i, CodeOf(x[size_t{t} * dim_ + c], GridOf(t, c)));
-      }
+      for (uint32_t c = 0; c < dim_; ++c)
+        codes[Index(t, c)] = CodeOf(x[size_t{t} * dim_ + c], GridOf(t, c));
     }
+    for (size_t i = 0; i < codes.size(); i += 8) Put8(codes.data() + i, block + i / 8 * g_.bits);
   }
 
   void Decode(const uint8_t* block, uint32_t n, float* x) {
     LoadGrids(block);
+    std::vector<uint8_t> codes(size_t{window_} * dim_);
+    for (size_t i = 0; i < codes.size(); i += 8) Get8(block + i / 8 * g_.bits, codes.data() + i);
     for (uint32_t t = 0; t < n; ++t) {
       for (uint32_t c = 0; c < dim_; ++c) {
-        const uint32_t code = GetCode(block, Index(t, c));
+        const uint32_t code = codes[Index(t, c)];
         const float level = g_.levels != nullptr ? g_.levels[code] : static_cast<float>(code);
         const GridFit grid = GridOf(t, c);
         float value = level * grid.scale + grid.zero;
@@ -100,19 +112,20 @@ class Part {
   size_t Index(uint32_t t, uint32_t c) const {
     return is_k_ ? (size_t{t / 8} * dim_ + c) * 8 + t % 8 : size_t{t} * dim_ + c;
   }
-  void PutCode(uint8_t* block, size_t i, uint32_t code) const {
-    for (uint32_t b = 0; b < g_.bits; ++b) {
-      const size_t bit = i * g_.bits + b;
-      block[bit / 8] = static_cast<uint8_t>(block[bit / 8] | (code >> b & 1u) << (bit % 8));
+  /// 8 codes are `bits` adjacent bytes.
+  void Put8(const uint8_t* codes, uint8_t* bytes) const {
+    for (uint32_t i = 0; i < 8; ++i) {
+      const uint32_t bit = i * g_.bits, code = uint32_t{codes[i]} << (bit % 8);
+      bytes[bit / 8] = static_cast<uint8_t>(bytes[bit / 8] | code);
+      if (code > 0xFF) bytes[bit / 8 + 1] = static_cast<uint8_t>(bytes[bit / 8 + 1] | code >> 8);
     }
   }
-  uint32_t GetCode(const uint8_t* block, size_t i) const {
-    uint32_t code = 0;
-    for (uint32_t b = 0; b < g_.bits; ++b) {
-      const size_t bit = i * g_.bits + b;
-      code |= (block[bit / 8] >> (bit % 8) & 1u) << b;
+  void Get8(const uint8_t* bytes, uint8_t* codes) const {
+    for (uint32_t i = 0; i < 8; ++i) {
+      const uint32_t bit = i * g_.bits, next = bit % 8 + g_.bits > 8 ? bytes[bit / 8 + 1] : 0u;
+      codes[i] =
+          static_cast<uint8_t>((bytes[bit / 8] | next << 8) >> (bit % 8) & ((1u << g_.bits) - 1));
     }
-    return code;
   }
 
   GridFit GridOf(uint32_t t, uint32_t c) const {
@@ -120,18 +133,12 @@ class Part {
     return grids_[g_.axis == GridAxis::kChannel ? c : c / g_.group * window_ + t];
   }
 
-  uint32_t CodeOf(float x, GridFit grid) const {
-    const uint32_t last = (1u << g_.bits) - 1;
-    if (g_.levels == nullptr) return GridCode(x, grid.zero, grid.scale, static_cast<float>(last));
+  uint8_t CodeOf(float x, GridFit grid) const {
+    if (g_.levels == nullptr)
+      return GridCode(x, grid.zero, grid.scale, static_cast<float>((1u << g_.bits) - 1));
     const float z = grid.scale == 0.0f ? 0.0f : (x - grid.zero) / grid.scale;
-    uint32_t code = 0;
-    while (code < last) {
-      const float border = spec_.borders.empty() ? 0.5f * (g_.levels[code] + g_.levels[code + 1])
-                                                 : spec_.borders[code];
-      if (!(z > border)) break;
-      ++code;
-    }
-    return code;
+    const auto border = std::lower_bound(spec_.borders.begin(), spec_.borders.end(), z);
+    return static_cast<uint8_t>(border - spec_.borders.begin());
   }
 
   void FitGrids(const std::vector<float>& x, uint32_t n) {
@@ -342,10 +349,13 @@ size_t GridCodec::static_bytes() const {
 void GridCodec::Encode(uint32_t kv_head, uint32_t n, const float* k, const float* v,
                        uint8_t* block) const {
   const GridHead& head = heads_[kv_head];
+  std::vector<float> keys = Storable(k, size_t{n} * shape_.head_dim),
+                     values = Storable(v, size_t{n} * shape_.head_dim_v);
   std::vector<uint32_t> exact;
-  if (head.pick_tokens && n != 0) exact = head.pick_tokens(head.k.grid, k, n, shape_.head_dim);
-  Part(head.k, window_, shape_.head_dim, true).Encode(k, n, exact, block);
-  Part(head.v, window_, shape_.head_dim_v, false).Encode(v, n, exact, block + bytes().keys);
+  if (head.pick_tokens && n != 0)
+    exact = head.pick_tokens(head.k.grid, keys.data(), n, shape_.head_dim);
+  Part(head.k, window_, shape_.head_dim, true).Encode(keys, n, exact, block);
+  Part(head.v, window_, shape_.head_dim_v, false).Encode(values, n, exact, block + bytes().keys);
 }
 
 void GridCodec::Decode(uint32_t kv_head, uint32_t n, const uint8_t* block, float* k,

@@ -1,7 +1,7 @@
 // Codecs whose windows are grid codes (kernels/grid_code.h). A format is a specification of its
 // keys and of its values: which numbers share a grid, how a grid is fitted to them, what is exact.
-// Codes are always the nearest level of the grid as it is stored, the lower one of two, unless a
-// format has borders of its own.
+// Codes are always the nearest level of the grid as it is stored: of two equally near ones the even
+// code of a uniform grid, the lower one of a table; unless a format has borders of its own.
 #pragma once
 
 #include <cstdint>
@@ -63,6 +63,8 @@ void HadamardForward(const float* sign, uint32_t dim, float* x);
 
 class GridCodec final : public Codec {
  public:
+  GridCodec(const GridCodec&) = delete;  // codes point into it
+  GridCodec& operator=(const GridCodec&) = delete;
   /// heads: [n_kv_heads], with the same bytes each. window: 8, 16 or 32.
   GridCodec(uint32_t window, const RowShape& shape, std::vector<GridHead> heads);
 

@@ -23,19 +23,28 @@ namespace {
 
 using kernels::GridAxis;
 
-/// Decoded values of one token whose channels are x, then 0 up to a multiple of 8.
-std::vector<float> RoundTrip(const GridSpec& values, std::vector<float> x, uint32_t n = 1) {
+struct Coded {
+  std::vector<uint8_t> bytes;  ///< codes first
+  std::vector<float> decoded;
+};
+
+/// x [n][dim] as values.
+Coded Encoded(const GridSpec& values, const std::vector<float>& x, uint32_t n = 1) {
   const auto dim = static_cast<uint32_t>(x.size() / n);
-  const RowShape shape{1, dim, dim};
   GridHead head{values, values, nullptr};
   head.k.pick_numbers = nullptr;
   head.k.grid.n_exact = 0;
-  const GridCodec codec(8, shape, {head});
+  const GridCodec codec(8, {1, dim, dim}, {head});
   std::vector<uint8_t> block(codec.bytes().total());
   codec.Encode(0, n, x.data(), x.data(), block.data());
-  std::vector<float> out(x.size());
-  codec.Decode(0, n, block.data(), nullptr, out.data());
-  return out;
+  Coded coded{{block.begin() + static_cast<std::ptrdiff_t>(codec.bytes().keys), block.end()},
+              std::vector<float>(x.size())};
+  codec.Decode(0, n, block.data(), nullptr, coded.decoded.data());
+  return coded;
+}
+
+std::vector<float> RoundTrip(const GridSpec& values, const std::vector<float>& x, uint32_t n = 1) {
+  return Encoded(values, x, n).decoded;
 }
 
 void ExpectNear(const std::vector<float>& got, const std::vector<float>& want, float bound) {
@@ -52,8 +61,10 @@ GridSpec PerToken(uint32_t bits, uint32_t dim) {
 
 // policies.md 4.1; repeated so that a token has 8 channels.
 TEST(GridCodecTest, KiviVectors) {
-  ExpectNear(RoundTrip(PerToken(2, 8), {0, .1f, .2f, 1, 0, .1f, .2f, 1}),
-             {0, 0, .333252f, .999756f}, 1e-6f);
+  const Coded value = Encoded(PerToken(2, 8), {0, .1f, .2f, 1, 0, .1f, .2f, 1});
+  ExpectNear(value.decoded, {0, 0, .333252f, .999756f}, 1e-6f);
+  EXPECT_EQ(value.bytes[0], 208);  // codes 0, 0, 1, 3
+  EXPECT_EQ(value.bytes[1], 208);
   // The keys' channels are tokens here: one grid per channel over the window.
   GridHead head = KiviGrid(2, {1, 8, 8});
   head.k.grid.before_rope = false;
@@ -83,8 +94,31 @@ TEST(GridCodecTest, KiviVectorOfFourBits) {
 
 // policies.md 4.6
 TEST(GridCodecTest, NormalFloatVector) {
-  ExpectNear(RoundTrip(Nqkv({1, 8, 8}).v, {.3f, -1.2f, .05f, 2, -.6f, 0, 1.1f, -2.4f}),
-             {.386232f, -1.260175f, 0, 1.735096f, -.682659f, 0, 1.057704f, -2.4f}, 1e-3f);
+  const Coded coded = Encoded(Nqkv({1, 8, 8}).v, {.3f, -1.2f, .05f, 2, -.6f, 0, 1.1f, -2.4f});
+  ExpectNear(coded.decoded, {.386232f, -1.260175f, 0, 1.735096f, -.682659f, 0, 1.057704f, -2.4f},
+             1e-3f);
+  const uint8_t codes[] = {9 | 2 << 4, 7 | 14 << 4, 4 | 7 << 4, 12};
+  for (size_t i = 0; i < 4; ++i) EXPECT_EQ(coded.bytes[i], codes[i]) << i;
+}
+
+/// policies.md 4.6: quantiles of the Gaussian at equal distances, over the largest.
+TEST(GridCodecTest, NormalFloatLevelsAreQuantiles) {
+  const auto below = [](double x) { return 0.5 * std::erfc(-x / std::sqrt(2.0)); };
+  constexpr double kLast = 0.9677083;
+  double largest = 0.0;
+  for (double step = 1.0; step > 1e-12; step /= 2) {
+    if (below(largest + step) < kLast) largest += step;
+  }
+  const std::vector<float> levels = Nqkv({1, 8, 8}).v.levels;
+  for (size_t i = 0; i < 8; ++i) {
+    const double share = kLast - (kLast - 0.5) * static_cast<double>(i) / 8.0;
+    EXPECT_NEAR(below(levels[15 - i] * largest), share, 1e-7) << i;
+  }
+  for (size_t i = 0; i < 7; ++i) {
+    const double share = kLast - (kLast - 0.5) * static_cast<double>(i) / 7.0;
+    EXPECT_NEAR(below(-levels[i] * largest), share, 1e-7) << i;
+  }
+  EXPECT_EQ(levels[7], 0.0f);
 }
 
 // policies.md 5.3: groups of 4 tokens of a channel.
@@ -117,6 +151,53 @@ TEST(GridCodecTest, RequantizationChain) {
   // 8 -> 4 -> 2 is, but for the rounding of grids.
   ExpectNear(RoundTrip(PerToken(2, 8), RoundTrip(PerToken(4, 8), RoundTrip(PerToken(8, 8), x))),
              two, 2e-3f);
+}
+
+/// policies.md 5.3: of 128,000 numbers none changes but by the rounding of grids, and one bit after
+/// two has a larger error than at once.
+TEST(GridCodecTest, RequantizationOfManyNumbers) {
+  std::mt19937 rng(10);
+  std::normal_distribution<float> gauss;
+  GridSpec normal = PerToken(1, 32);
+  SetNormalCode(1, normal);
+  double direct = 0.0, chained = 0.0;
+  size_t n_changed = 0, n = 0;
+  std::vector<float> x(8 * 32);
+  for (; n < 128000; n += x.size()) {
+    for (float& each : x) each = gauss(rng);
+    const auto code = [&x](const GridSpec& spec, const std::vector<float>& from) {
+      return RoundTrip(spec, from, 8);
+    };
+    const std::vector<float> two = code(PerToken(2, 32), x),
+                             again = code(PerToken(2, 32),
+                                          code(PerToken(4, 32), code(PerToken(8, 32), x))),
+                             one = code(normal, x), late = code(normal, two);
+    for (size_t i = 0; i < x.size(); ++i) {
+      n_changed += std::abs(two[i] - again[i]) > 0.1f ? 1 : 0;
+      direct += (x[i] - one[i]) * (x[i] - one[i]);
+      chained += (x[i] - late[i]) * (x[i] - late[i]);
+    }
+  }
+  EXPECT_LT(static_cast<double>(n_changed), 1e-3 * static_cast<double>(n));
+  EXPECT_NEAR(direct / static_cast<double>(n), 0.358, 0.01);
+  EXPECT_NEAR(chained / static_cast<double>(n), 0.410, 0.01);
+}
+
+/// policies.md 4.2: what is exact in its two vectors.
+TEST(GridCodecTest, KvQuantPicksTheFarthest) {
+  const GridHead head = KvQuant(2, 8, {1, 8, 8}, nullptr);
+  const float offset = 0.1f, factor = 1.1f;
+  kernels::GridVector g;
+  g.n_exact = 2;
+  g.offset = &offset;
+  g.factor = &factor;
+  const float key[] = {-2, -.9f, -.3f, .1f, .6f, 1.1f, 5};
+  EXPECT_EQ(head.k.pick_numbers(g, key, 7, 1), (std::vector<uint32_t>{6, 0}));
+  g.n_exact = 4;  // the others are within the thresholds
+  EXPECT_EQ(head.k.pick_numbers(g, key, 7, 1), (std::vector<uint32_t>{6, 0}));
+  g.n_exact = 2;
+  const float value[] = {.1f, -.2f, .05f, 3, -.1f, .2f, 0, -.15f};
+  EXPECT_EQ(head.v.pick_numbers(g, value, 1, 8), (std::vector<uint32_t>{3, 1}));
 }
 
 // policies.md 4.2
@@ -174,6 +255,10 @@ TEST(GridCodecTest, ZipCacheVectors) {
   for (size_t t = 0; t < 3; ++t)
     for (size_t i = 0; i < 4; ++i) sample.v[t * 8 + i] = rows[t][i];
   ExpectNear(ZipCache(2, {1, 8, 8}, &sample).v.factor, {2, .316228f, .547723f, .316228f}, 1e-6f);
+  for (size_t t = 0; t < 3; ++t) sample.k[t * 8] = rows[t][0];
+  const GridSpec k = ZipCache(2, {1, 8, 8}, &sample).k;  // one grid of -2 ... 4
+  EXPECT_EQ(k.offset[0], -2.0f);
+  EXPECT_EQ(k.factor[0], 2.0f);
 }
 
 // policies.md 4.4
@@ -183,6 +268,9 @@ TEST(GridCodecTest, OutlierTokenVector) {
   std::vector<float> k(6 * 8, 0.0f);
   for (size_t t = 0; t < 6; ++t) k[t * 8] = rows[t][0], k[t * 8 + 1] = rows[t][1];
   EXPECT_EQ(SmallestTokens(k.data(), 6, 8, 1), std::vector<uint32_t>{2});
+  std::vector<float> bad = k;  // what is not finite counts as 0
+  bad[0] = std::numeric_limits<float>::quiet_NaN(), bad[1] = -INFINITY;
+  EXPECT_EQ(SmallestTokens(bad.data(), 6, 8, 1), std::vector<uint32_t>{0});
   const RowShape shape{1, 8, 8};
   const GridCodec codec(8, shape, {Ott(2, shape)});
   std::vector<uint8_t> block(codec.bytes().total());
@@ -196,6 +284,9 @@ TEST(GridCodecTest, OutlierTokenVector) {
   }
   EXPECT_NEAR(error[0], 0.066667f, 0.01f);
   EXPECT_NEAR(error[1], 0.2f, 0.01f);
+  const uint8_t codes[] = {1 | 0 << 2 | 1 << 4 | 2 << 6, 1 | 3 << 2, 2 | 3 << 2 | 2 << 4 | 1 << 6,
+                           2 | 0 << 2};  // the mean at token 2
+  for (size_t i = 0; i < 4; ++i) EXPECT_EQ(block[i], codes[i]) << i;
   for (size_t c = 0; c < 8; ++c) {
     EXPECT_NEAR(out[16 + c], k[16 + c], 1e-3f);
     EXPECT_NEAR(values[16 + c], k[16 + c], 1e-3f);
@@ -222,6 +313,9 @@ TEST(GridCodecTest, BytesAreThoseOfTheTables) {
   EXPECT_EQ(bytes(KiviPost(4, {1, 64, 64}), 32, 64), 80.0);
   EXPECT_EQ(bytes(KiviGrid(2, {1, 128, 128}), 8, 128), 132.0);
   EXPECT_EQ(bytes(Hqe(1, {1, 128, 128}), 32, 128), 64.0);
+  EXPECT_EQ(bytes(Hqe(4, {1, 128, 128}), 32, 128), 160.0);
+  EXPECT_EQ(bytes(ZipCache(4, {1, 128, 128}, nullptr), 32, 128), 64 + 64 + 4);
+  EXPECT_EQ(bytes(Ott(2, {1, 128, 128}), 32, 128), 96 + (4 * 128 + 4) / 32.0);
   // policies.md 4.5: (D b_k + Dv b_v) / 8, 4 D / W for keys, 4 for values.
   EXPECT_EQ(bytes(KvTuner({32, 16}, {1, 128, 128}), 32, 128), 128 + 64 + 16 + 4);
   EXPECT_EQ(bytes(Nqkv({1, 256, 256}), 8, 256), 260.0);
@@ -268,12 +362,22 @@ TEST(GridCodecTest, KernelsReadWhatIsDecodedAndNothingIsSpoiled) {
   std::vector<float> k = Random(rng, size_t{n} * d), v = Random(rng, size_t{n} * dv);
   k[5] = std::numeric_limits<float>::quiet_NaN();
   v[7] = std::numeric_limits<float>::infinity();
+  // Numbers of bf16 that f16 cannot hold, and whose range no float can: in a token and channel of
+  // their own, so that all others can be compared.
+  std::vector<float> huge_k = k, huge_v = v;
+  huge_k[0] = huge_v[0] = 3e38f, huge_k[d] = huge_v[dv] = -3e38f;
   for (size_t i = 0; i < heads.size(); ++i) {
     const GridCodec codec(window, shape, {heads[i]});
     std::vector<uint8_t> block(codec.bytes().total() + 1, 0xAA);
     codec.Encode(0, n, k.data(), v.data(), block.data());
     EXPECT_EQ(block.back(), 0xAA);
     std::vector<float> k2(k.size()), v2(v.size());
+    codec.Encode(0, n, huge_k.data(), huge_v.data(), block.data());
+    codec.Decode(0, n, block.data(), k2.data(), v2.data());
+    const auto is_finite = [](float x) { return std::isfinite(x); };
+    EXPECT_TRUE(std::all_of(k2.begin(), k2.end(), is_finite)) << i;
+    EXPECT_TRUE(std::all_of(v2.begin(), v2.end(), is_finite)) << i;
+    codec.Encode(0, n, k.data(), v.data(), block.data());
     codec.Decode(0, n, block.data(), k2.data(), v2.data());
     kernels::AttentionShape s;
     s.n_kv_heads = 1;

@@ -67,6 +67,12 @@ constexpr KiviAxisLayout LayoutKiviAxis(size_t bits, size_t window, size_t head_
 static_assert(LayoutKiviAxis(2, 8, 128, 128).end == size_t{8} * 132);
 static_assert(LayoutKiviAxis(4, 8, 128, 128).end == size_t{8} * 196);
 
+/// One kv head of one window, as Codec::Encode and Decode. bits: 2 or 4.
+void EncodeKiviAxis(uint32_t bits, uint32_t window, uint32_t head_dim, uint32_t head_dim_v,
+                    uint32_t n, const float* k, const float* v, uint8_t* block);
+void DecodeKiviAxis(uint32_t bits, uint32_t window, uint32_t head_dim, uint32_t head_dim_v,
+                    uint32_t n, const uint8_t* block, float* k, float* v);
+
 class KiviAxisCodec final : public Codec {
  public:
   KiviAxisCodec(uint32_t bits, uint32_t window, const RowShape& shape)

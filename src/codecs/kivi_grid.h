@@ -11,13 +11,17 @@
 //   zero = f16(low), scale = f16((high - low) / (2^b - 1))
 //   code = round_half_even(clamp((x - zero) / scale, 0, 2^b - 1)), value = code * scale + zero
 //
+// A scale that rounds to 0 becomes 1: codes then hold what f16 lost of the minimum.
+//
 // Least squares: the range is narrowed on both sides in steps of 1/32, down to a quarter, and the
 // one with the smallest squared error of its stored grid is taken.
 // byte_grid (qevict-reference 3.3): scale and zero of a key channel are a byte each, times an f16
 // unit that 32 channels share. Zeros are taken against an anchor, the channel's mean before RoPE of
 // the rows that the layer held when it packed its first window: a key bias is the same in all
-// windows, and a byte is too coarse for it. Groups of 32 channels become all channels where 32 does
-// not divide them.
+// windows, and a byte is too coarse for it. The source's values have one-byte grids, too (20
+// instead of 32 bytes at W = 8); here they keep f16 ones, which are 1.5% of a window. KIVI's keys
+// share a grid over 32 tokens: window=32. kivi_post's groups of 32 channels become all channels
+// where 32 does not divide them.
 //
 // Bytes per token of D + Dv channels, window W: (D + Dv) b / 8 codes; keys 4 D / W for grids
 // (byte_grid: (2 D + 4 ceil(D / 32)) / W), values 4 per group.

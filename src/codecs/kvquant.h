@@ -9,11 +9,9 @@
 //   code     nearest level of (x - offset) / factor; 2^b levels in [-1, 1] by k-means over the
 //            normalised rows of the sample
 //   2 bits   (Q-Norm) levels are mapped so that decoded rows have the mean and the standard
-//   deviation
-//            of the originals
+//            deviation of the originals
 //   exact    the 2 ceil(0.005 W D) numbers of a window farthest out: keys by their distance from
-//   the
-//            thresholds' middle in half ranges, if over 1; values by their distance from the
+//            the thresholds' middle in half ranges, if over 1; values by their distance from the
 //            token's mean in the token's standard deviations
 //
 // Differences from the authors' code: k-means weighs all numbers alike (they have the gradients of

@@ -4,13 +4,15 @@
 #include <cmath>
 #include <numeric>
 
+#include "codecs/grid.h"
 #include "codecs/kivi_grid.h"
 
 namespace qevict::codecs {
 
 std::vector<uint32_t> SmallestTokens(const float* x, uint32_t n_tokens, uint32_t dim, uint32_t n) {
   std::vector<double> size(n_tokens, 0.0);
-  for (size_t i = 0; i < size_t{n_tokens} * dim; ++i) size[i / dim] += std::abs(double{x[i]});
+  for (size_t i = 0; i < size_t{n_tokens} * dim; ++i)
+    size[i / dim] += std::abs(double{Finite(x[i])});
   std::vector<uint32_t> order(n_tokens);
   std::iota(order.begin(), order.end(), 0u);
   std::stable_sort(order.begin(), order.end(),

@@ -143,12 +143,15 @@ const LayerStatistics* CodecStatistics::Find(uint32_t model_layer) const {
   return nullptr;
 }
 
+std::string HashText(uint64_t hash) {
+  char text[17];
+  std::snprintf(text, sizeof(text), "%016llx", static_cast<unsigned long long>(hash));
+  return text;
+}
+
 std::string WriteStatistics(const CodecStatistics& statistics) {
   std::string out(kMagic);
-  char hash[17];
-  std::snprintf(hash, sizeof(hash), "%016llx",
-                static_cast<unsigned long long>(statistics.model_hash));
-  out += "\nmodel " + std::string(hash) + "\n";
+  out += "\nmodel " + HashText(statistics.model_hash) + "\n";
   for (const LayerStatistics& layer : statistics.layers) {
     const RowShape& s = layer.shape;
     const uint64_t n_tokens = layer.heads.empty() ? 0 : layer.heads[0].n;

@@ -46,6 +46,8 @@ struct CodecStatistics {
   const LayerStatistics* Find(uint32_t model_layer) const;
 };
 
+/// A model's hash as files and messages show it: 16 hexadecimal digits.
+std::string HashText(uint64_t hash);
 std::string WriteStatistics(const CodecStatistics& statistics);
 /// Errors: kInvalidArgument naming the line. Every number is finite, squares are not negative.
 Result<CodecStatistics> ParseStatistics(std::string_view text);

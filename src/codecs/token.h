@@ -46,10 +46,14 @@ struct UniformVector {
   std::vector<float> step;
   std::vector<uint16_t> channel;
   UniformVector(uint32_t bits, uint32_t dim, uint32_t unit);
+  UniformVector(const UniformVector&) = delete;  // the code points into it
+  UniformVector& operator=(const UniformVector&) = delete;
 };
 
 class TokenCodec final : public Codec {
  public:
+  TokenCodec(const TokenCodec&) = delete;  // codes point into it
+  TokenCodec& operator=(const TokenCodec&) = delete;
   /// bits: 1, 2, 3, 4 or 8; window: a multiple of 8.
   TokenCodec(uint32_t bits, uint32_t window, const RowShape& shape);
   static BlockBytes Bytes(uint32_t bits, uint32_t window, const RowShape& shape);

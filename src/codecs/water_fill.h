@@ -8,12 +8,11 @@
 //   sigma[c]  RMS of the values; of keys of what is left, after RoPE: both channels of a pair
 //             share theirs
 //   b[c]      0, 1, 2, 3, 4 or 8 bits, alike for units of 4 (keys) or 8 (values) channels of
-//   similar
-//             energy, chosen so that the sum over channels of
+//             similar energy, chosen so that the sum over channels of
 //               weight[c] * sigma[c]^2 * D(b[c])
 //             is least at the given number of words; weight: query energy E[q_c^2] for keys, 1 for
 //             values; D: distortion of a unit Gaussian at its Lloyd-Max levels (1, .3634, .1175,
-//             .03454, .009497, and .00004 for 8 bits)
+//             .03454, .009497), and at 8 bits at 127 even levels up to 4 (.00034)
 //
 // Values keep their mean: tokens that attract attention have small values, whose scale is small,
 // too, and a mean that is taken off would drown them (measured: docs/codecs.md).
@@ -23,9 +22,10 @@
 //   x[c] = sigma[c] * u_b * scale * (level - 63)       for a code of b bits
 //
 // level - 63: Lloyd-Max levels of a unit Gaussian in steps of u_b = (largest level) / 63, rounded.
-// Codes are taken at the gain g = RMS of residual[c] / sigma[c] over coded channels; scale is then
-// the least squares fit of the decoded vector to the residual, as 64 times a scale of one byte
-// (token_code.h), and codes are taken once more at what that stands for.
+// Codes are taken at the gain g = RMS of residual[c] / sigma[c] over coded channels, and again at
+// the least squares fit of the decoded vector to the residual. A second fit is the scale that is
+// stored, as 64 times a scale of one byte (token_code.h); the codes are those at what that stands
+// for.
 //
 // Words: bits / 32 of (D + Dv) channels, keys get the odd one; or as Config::layer_bits says. Bytes
 // per token: 4 per word and 2 for two scales. At D = Dv = 64: 2 bits 34 of 256 (13.3%), 3 bits 50
@@ -80,7 +80,8 @@ class WaterFillCodec final : public Codec {
  public:
   WaterFillCodec(const WaterFillCodec&) = delete;  // codes point into it
   WaterFillCodec& operator=(const WaterFillCodec&) = delete;
-  /// quarter_bits: average bits * 4, 4 to 16. stats: [n_kv_heads].
+  /// quarter_bits: average bits * 4, 4 to 16; RowShape::bits, 1 to 32, comes before it.
+  /// stats: [n_kv_heads].
   WaterFillCodec(uint32_t quarter_bits, uint32_t window, const RowShape& shape,
                  const RopeParams& rope, std::span<const WaterFillStats> stats);
   static BlockBytes Bytes(uint32_t quarter_bits, uint32_t window, const RowShape& shape);
