@@ -8,8 +8,8 @@
 # --models: of qwen2.5-coder-0.5b smollm2 gemma3-270m, by default all, separated by commas.
 # --quick: two chunks (2,048 positions) everywhere, to see that all works.
 # Parts, by default all: calibrate (bits of layers, on another text; half an hour on two cores), cells
-# (wf with these, at four sizes, 40,960 positions; an hour), field (all formats, 8,192 positions; two
-# hours; or one by one field-kivi, field-papers, field-token, field-wf, field-floor), depth (4,000
+# (wf with these, at four sizes, 40,960 positions, Gemma 8,192; an hour and a half), field (all formats,
+# 8,192 positions; two and a half hours; or one by one field-kivi, field-papers, field-token, field-wf, field-floor), depth (4,000
 # generated tokens), kernels, table. A part's results are a file per model, so that two cores are used
 # best by two processes on one core each (taskset), with other models or parts. The texts are
 # WikiText-2's test file and, for calibrate, a part of its validation file; neither is part of the
@@ -93,7 +93,9 @@ for part in "${parts[@]}"; do
       done ;;
     cells)
       for model in "${models[@]}"; do
-        kld "cells-$model" "$model" "$cell_chunks" "${cell_rates[@]/#/wf,statistics=$(statistics "$model"),bits=}"
+        # Sliding windows cannot share prompts, and cost twice as much.
+        chunks=$([ "$model" = gemma3-270m ] && echo "$field_chunks" || echo "$cell_chunks")
+        kld "cells-$model" "$model" "$chunks" "${cell_rates[@]/#/wf,statistics=$(statistics "$model"),bits=}"
       done ;;
     field-*)
       declare -n formats="${part#field-}"
