@@ -3,23 +3,23 @@
 # packed, nothing evicted), time and bytes in the kernels, and KL along a long answer. Then writes the
 # table and the picture of docs/codecs.md from the results.
 #
-#   scripts/codecs.sh [--text FILE] [--calibration FILE] [--out DIR] [--models NAMES] [--quick] [part ...]
+#   scripts/codecs.sh --text FILE --calibration FILE [--out DIR] [--models NAMES] [--quick] [part ...]
 #
 # --models: of qwen2.5-coder-0.5b smollm2 gemma3-270m, by default all, separated by commas.
 # --quick: two chunks (2,048 positions) everywhere, to see that all works.
 # Parts, by default all: calibrate (bits of layers, on another text; half an hour on two cores), cells
 # (wf with these, at four sizes, 40,960 positions, Gemma 8,192; an hour and a half), field (all formats,
-# 8,192 positions; two and a half hours; or one by one field-kivi, field-papers, field-token, field-wf, field-floor), depth (4,000
+# 8,192 positions; two and a half hours; or one by one field-kivi, field-papers, field-token,
+# field-wf, field-floor), depth (4,000
 # generated tokens), kernels, table. A part's results are a file per model, so that two cores are used
 # best by two processes on one core each (taskset), with other models or parts. The texts are
-# WikiText-2's test file and, for calibrate, a part of its validation file; neither is part of the
-# repository.
+# WikiText-2's test file (raw) and, for calibrate, another one, such as its validation file; neither is
+# part of the repository.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 
 out="$repo_dir/bench/results/codecs"
-text="$repo_dir/../shared/data/wikitext2/wiki.test.raw"
-calibration="$repo_dir/../shared/data/wikitext2/wiki.valid.shared.raw"
+text='' calibration=''
 models=(qwen2.5-coder-0.5b smollm2 gemma3-270m)
 cell_chunks=40 field_chunks=8
 parts=()
@@ -38,6 +38,14 @@ while [ $# -gt 0 ]; do
   esac
 done
 [ ${#parts[@]} -gt 0 ] || parts=(calibrate cells field-{kivi,papers,token,wf,floor} depth kernels table)
+for part in "${parts[@]}"; do
+  case "$part" in
+    kernels | table) continue ;;
+    calibrate) file="$calibration" option=--calibration ;;
+    *) file="$text" option=--text ;;
+  esac
+  [ -r "$file" ] || { echo "scripts/codecs.sh: $part needs $option FILE, not '$file'" >&2; exit 2; }
+done
 if [ -z "${QEVICT_COMMAND:-}" ]; then
   build_release
   QEVICT_COMMAND="$repo_dir/build/release/bin/qevict"

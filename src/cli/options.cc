@@ -211,7 +211,7 @@ void ConfigOptions::Register(CLI::App& app, bool budget_and_preset) {
   AddKey(app, "--codec", "codec", "NAME", "kivi",
          "format of packed windows (qevict info lists them)");
   AddKey(app, "--bits", "bits", "N", "2",
-         "bits of packed codes; kivi: 2, 4; token: 1, 2, 3, 4, 8;\nwf: 1 to 4 by 0.25");
+         "bits of packed codes; kivi, token: 1, 2, 3, 4, 8;\nwf: 1 to 4 by 0.25");
   AddKey(app, "--sinks", "sinks", "N", "5", "first tokens, always full precision");
   AddKey(app, "--recents", "recents", "N", "32", "last tokens, always full precision; or 25%");
   AddKey(app, "--promotion", "promotion", "HOW", "codes", "codes, pinned or none");
