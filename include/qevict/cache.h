@@ -56,6 +56,9 @@ struct LayerShape {
   uint32_t head_dim_v;  ///< D of V, multiple of 8
   Elem elem_k, elem_v;
   LayerBits bits = {};  ///< of packed windows, see BitsOfLayer
+  /// Layers of this cache that are written before any of them attends: the kv heads of a layer of
+  /// the model under Config::per_head.
+  uint32_t n_together = 1;
 };
 
 /// What to append: one token. Tokens of one step share the same list for every layer.
@@ -133,6 +136,8 @@ class KvCache {
   std::span<const WindowId> windows(SeqId seq) const;
   WindowInfo info(WindowId window) const;
   TokenRef lookup(uint32_t stream, uint32_t cell) const;
+  /// True if the cell's token is known, also where it has been evicted.
+  bool Holds(uint32_t stream, uint32_t cell) const;
   /// Tokens appended to the sequence so far that are not dead, evicted ones included.
   uint64_t n_tokens(SeqId seq) const;
   /// Last token appended; {kNone} for an empty sequence or if it has been evicted everywhere.
@@ -143,7 +148,7 @@ class KvCache {
   // ------------------------------------------------------------------------------------------------------
   /// Kills what the cells held, creates windows. Refs come back in order. If rows of a token in the
   /// middle of a sequence's last window are rewritten (rollback of a tail), the window is reused.
-  /// kResourceExhausted: nothing changed.
+  /// kResourceExhausted: nothing changed but the length of RoPE tables.
   Status Append(std::span<const TokenSpec> tokens, std::vector<TokenRef>& refs);
   /// Stores rows of layer `il`: rows[i] of n_kv_heads * head_dim f32 at rows + i * row_stride
   /// (floats). Full-precision rows are rounded to the layer's 16-bit type, to nearest even. Writing
@@ -223,14 +228,16 @@ class KvCache {
 
   // --- Whole-cache operations
   // ----------------------------------------------------------------------------------------
-  /// Forgets everything: tokens, scores, counters, step phases. Memory goes back to the system.
+  /// Forgets everything: tokens, scores, counters, step phases. Memory goes back to the system, but
+  /// for RoPE tables, which keep their length.
   void Clear();
   /// Makes `dst` stream a copy of `src` (tiers, codes, scores, counters); dst's old tokens are
   /// dropped. Errors: kResourceExhausted: dst is empty then.
   Status CopyStream(uint32_t src, uint32_t dst);
   /// K-shift: adds delta[cell] to positions of every live token of all streams (index stream *
   /// cells_per_stream + cell). Windows whose tokens move differently are split. Full keys of a
-  /// layer are rotated by RotateLayer.
+  /// layer are rotated by RotateLayer. Errors, nothing changed: kResourceExhausted for windows that
+  /// must be split; kUnimplemented if packed keys cannot take RoPE's magnitude once more (below).
   Status ShiftPositions(std::span<const int32_t> delta);
   /// Rotates layer il's full-precision keys by the same deltas (call once per layer after
   /// ShiftPositions). Like llama.cpp's K-shift it multiplies all keys by RoPE's magnitude once more

@@ -7,7 +7,8 @@
 //
 // Prompt reserve. While a prompt is read under a limit, each layer first stores a chunk in full
 // precision, attends, and is then routed back to its share. Layers take turns, so one chunk of the
-// largest layer is what all of them need together.
+// largest layer (with per_head: of all its heads) is what all of them need together; of all prompts
+// that are being read, since one step may have rows of each.
 #include <cmath>
 
 #include "cache/kv_cache_impl.h"
@@ -200,7 +201,8 @@ std::vector<SeqId> KvCache::Impl::Domain(SeqId seq) const {
 
 uint64_t KvCache::Impl::LargestFullCost() const {
   uint64_t largest = 0;
-  for (const ShapePools& p : pools) largest = std::max(largest, p.costs().full_bytes);
+  for (const ShapePools& p : pools)
+    largest = std::max(largest, p.costs().full_bytes * p.shape.n_together);
   return largest;
 }
 
@@ -208,7 +210,7 @@ uint64_t KvCache::Impl::PromptReserve(std::span<const SeqId> domain) const {
   uint64_t n_windows = 0;
   for (const SeqId id : domain) {
     const Sequence& s = *sequences[id];
-    if (Chunked(s)) n_windows = std::max<uint64_t>(n_windows, CountNewWindows(s, s.chunk_tokens));
+    if (Chunked(s)) n_windows += CountNewWindows(s, s.chunk_tokens);
   }
   return n_windows * LargestFullCost();
 }

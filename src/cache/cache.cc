@@ -191,6 +191,10 @@ TokenRef KvCache::lookup(uint32_t stream, uint32_t cell) const {
   return {code / kMaxWindow, code % kMaxWindow};
 }
 
+bool KvCache::Holds(uint32_t stream, uint32_t cell) const {
+  return stream < impl_->n_streams && impl_->Cell(stream, cell) != kNone;
+}
+
 uint64_t KvCache::n_tokens(SeqId seq) const {
   const Sequence* s = impl_->Seq(seq);
   return s ? s->live + s->evicted : 0;

@@ -404,6 +404,8 @@ struct KvCache::Impl {
   // learn.cc
   void AddQueryEnergy(uint32_t il, const float* squares);
   void LearnCodec(uint32_t il);
+  /// True if some window of the layer has codes.
+  bool HoldsCodes(uint32_t il) const;
   void Relearn();
   void Teach(uint32_t il, size_t max_tokens, codecs::CodecLearner& learner) const;
   float key_bias = 0.0f;  // KvCache::key_bias

@@ -50,6 +50,12 @@ void KvCache::Impl::Relearn() {
   key_bias = 0.0f;
 }
 
+bool KvCache::Impl::HoldsCodes(uint32_t il) const {
+  const std::vector<SlotOwner>& owners = PoolsOf(il).packed.owners;
+  return std::any_of(owners.begin(), owners.end(),
+                     [il](const SlotOwner& owner) { return owner.layer == il; });
+}
+
 /// Shows the learner what the layer holds in full precision, evenly thinned to `max_tokens`.
 void KvCache::Impl::Teach(uint32_t il, size_t max_tokens, codecs::CodecLearner& learner) const {
   const ShapePools& p = PoolsOf(il);
@@ -88,18 +94,15 @@ void KvCache::Impl::Teach(uint32_t il, size_t max_tokens, codecs::CodecLearner& 
 void KvCache::Impl::LearnCodec(uint32_t il) {
   LayerState& layer = layers[il];
   const ShapePools& p = PoolsOf(il);
-  if (!codecs::Learns(config)) {
-    if (layer.learned || !codecs::IgnoresKeyMean(config)) return;
+  if (codecs::IgnoresKeyMean(config) && !layer.learned) {
     RowSums sums(p.shape);
     Teach(il, kMaxTokens, sums);
     for (const codecs::WaterFillStats& stats : sums.stats())
       key_bias = std::max(key_bias, codecs::KeyBias(stats));
-    layer.learned = true;
-    return;
+    layer.learned = !codecs::Learns(config);
   }
-  if (layer.calibrated) return;
-  const auto holds = [il](const SlotOwner& owner) { return owner.layer == il; };
-  if (layer.learned && std::any_of(p.packed.owners.begin(), p.packed.owners.end(), holds)) return;
+  if (layer.calibrated || !codecs::Learns(config)) return;
+  if (layer.learned && HoldsCodes(il)) return;
   const auto learner = codecs::MakeLearner(config, RowsOf(p.shape), layer.rope);
   Teach(il, kMaxTokens, *learner);
   layer.codec = learner->Make(layer.query_energy);
@@ -122,9 +125,7 @@ Status KvCache::SetCodecStatistics(uint32_t il, std::span<const codecs::WaterFil
         std::to_string(shape.head_dim) + "/" + std::to_string(shape.head_dim_v) + " channels");
   }
   LayerState& layer = c.layers[il];
-  const auto holds = [il](const SlotOwner& owner) { return owner.layer == il; };
-  const std::vector<SlotOwner>& packed = c.PoolsOf(il).packed.owners;
-  if (std::any_of(packed.begin(), packed.end(), holds)) {
+  if (c.HoldsCodes(il)) {
     return FailedPrecondition("layer " + std::to_string(il) +
                               " holds packed windows; its codec cannot change now");
   }

@@ -45,7 +45,7 @@ bool KvCache::Impl::NoteStep(SeqId seq, uint32_t n, bool decode) {
 /// init_rows = m: scores of a prompt come from its last m rows, but its end is not known. A chunk
 /// of n rows replaces what earlier ones left, except for the share of the m - n rows before it.
 void KvCache::Impl::KeepLastRows(Sequence& s, uint32_t n) {
-  if (config.init_rows == 0) return;
+  if (config.init_rows == 0 || config.score == ScoreKind::kKeyNorm) return;
   const uint32_t m = config.init_rows;
   const float kept = n >= m ? 0.0f : static_cast<float>(m - n) / static_cast<float>(m);
   for (LayerSeq& layer : s.layers) {

@@ -328,6 +328,14 @@ TEST(RouteTest, KeyNormScoresRankByTheKeys) {
   ASSERT_TRUE(e.Decode(seq, 30).ok());
   e.ExpectSound();
   EXPECT_GT(e.cache().Stats().demotions, 0u);
+  // They are the keys' own: another prompt chunk changes none of them.
+  std::vector<float> before, after;
+  const std::vector<WindowId> packed(e.cache().windows(seq).begin(), e.cache().windows(seq).end());
+  for (const WindowId id : packed) before.push_back(e.cache().score(0, id));
+  e.cache().NoteStep(seq, 100, false);
+  for (const WindowId id : packed) after.push_back(e.cache().score(0, id));
+  EXPECT_EQ(before, after);
+  EXPECT_NE(std::count(before.begin(), before.end(), 0.0f), static_cast<long>(before.size()));
 }
 
 TEST(RouteTest, ThreadCountDoesNotChangeThePlan) {

@@ -25,6 +25,12 @@ struct Part {
 
 }  // namespace
 
+/// True if packed keys can be multiplied by RoPE's magnitude.
+static bool ScalesKeys(const codecs::Codec& codec) {
+  if (codec.before_rope()) return codec.grid_codes() == nullptr;  // kivi_axis.h has a grid for it
+  return codec.key_mean(0) == nullptr;  // the mean would keep the size it had
+}
+
 /// Distinct moves of a window's live tokens, in order of their first token.
 static std::vector<Part> PartsOf(const WindowRecord& w, const uint32_t* cells,
                                  std::span<const int32_t> delta) {
@@ -98,6 +104,13 @@ Status KvCache::Impl::ShiftPositions(std::span<const int32_t> delta) {
   if (delta.size() != size_t{n_streams} * cells_per_stream) {
     return InvalidArgument("a shift needs " + std::to_string(size_t{n_streams} * cells_per_stream) +
                            " deltas, one per cell, not " + std::to_string(delta.size()));
+  }
+  for (uint32_t il = 0; il < layers.size(); ++il) {
+    if (RopeMagnitude(layers[il].rope) != 1.0f && HoldsCodes(il) && !ScalesKeys(*layers[il].codec))
+      return Unimplemented(std::string("a context shift with a RoPE that scales keys (YaRN) is not "
+                                       "supported with codec=") +
+                           CodecName(config.codec) +
+                           ": use codec=kivi with 2 or 4 bits, or codec=token");
   }
   const auto of_stream = [&](uint32_t stream) {
     return delta.subspan(size_t{stream} * cells_per_stream, cells_per_stream);

@@ -18,10 +18,11 @@ Config MakeConfig() {
 
 class ShiftTest : public testing::Test {
  protected:
-  void Make(RopeParams rope, uint32_t n_streams = 1) {
-    e_ = std::make_unique<Engine>(MakeConfig(),
-                                  std::vector<LayerShape>{Shape(2, 32, 32), Shape(2, 32, 32)},
-                                  n_streams, kCells);
+  void Make(RopeParams rope, uint32_t n_streams = 1, CodecId codec = CodecId::kKiviAxis) {
+    Config config = MakeConfig();
+    config.codec = codec;
+    e_ = std::make_unique<Engine>(
+        config, std::vector<LayerShape>{Shape(2, 32, 32), Shape(2, 32, 32)}, n_streams, kCells);
     ASSERT_TRUE(e_->status.ok()) << e_->status.message();
     e_->UseRope(rope);
     seq_ = e_->NewSequence(0);
@@ -94,6 +95,22 @@ TEST_F(ShiftTest, MagnitudeIsAppliedOnceMoreToEveryTierAsLlamaCppDoes) {
     for (size_t i = 0; i < row.size(); ++i) {
       ASSERT_NEAR(row[i] * 1.25f, after.at(cell)[i], 0.004f) << cell << " channel " << i;
     }
+  }
+}
+
+TEST_F(ShiftTest, MagnitudeIsRefusedWhereCodesCannotTakeIt) {
+  RopeParams rope = TestRope(32);
+  rope.attn_factor = 1.25f;
+  for (const CodecId codec : {CodecId::kHadamard, CodecId::kKvQuant, CodecId::kWaterFill}) {
+    Make(rope, 1, codec);
+    const auto before = Keys(0);
+    const Status status = e_->cache().ShiftPositions(std::vector<int32_t>(kCells, 3));
+    EXPECT_EQ(status.code(), StatusCode::kUnimplemented) << status.message();
+    EXPECT_NE(status.message().find(CodecName(codec)), std::string::npos) << status.message();
+    EXPECT_EQ(Keys(0), before);
+    e_->ExpectSound("refused shift");
+    Make(TestRope(32), 1, codec);  // without a magnitude all codecs move
+    Shift(0, 3);
   }
 }
 

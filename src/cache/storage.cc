@@ -54,6 +54,7 @@ Status KvCache::Impl::InitPools(std::vector<LayerShape> shapes) {
       pools.push_back(std::move(p));
     }
     ++pools[c].n_layers;
+    pools[c].shape.n_together = std::max(pools[c].shape.n_together, shape.n_together);
     LayerState& layer = layers[il];
     layer.pools = static_cast<uint32_t>(c);
     layer.codec = pools[c].codec;

@@ -7,6 +7,7 @@
 #include <new>
 
 #include "ggml/device.h"
+#include "ggml/guard.h"
 #include "ggml/lineage.h"
 #include "ggml/log.h"
 
@@ -45,14 +46,11 @@ void* GetBase(ggml_backend_buffer_t buffer) {
                        : reinterpret_cast<void*>(kAlignment);  // dummy buffers must not be null
 }
 
-ggml_status InitTensor(ggml_backend_buffer_t buffer, ggml_tensor* tensor) {
-  if (tensor->view_src || ParseCacheName(tensor->name).kind == 0) return GGML_STATUS_SUCCESS;
-  BufferContext* context = Context(buffer);
-  if (context->size == 0) return GGML_STATUS_SUCCESS;  // size probes of the host program
+/// One more tensor of a cache.
+Status AddCacheTensor(BufferContext* context, ggml_tensor* tensor) {
   const Result<Config>& config = context->session->config;
   if (!config.ok()) {
-    LogRefusal("bad configuration: " + config.status().message());
-    return GGML_STATUS_FAILED;
+    return {config.status().code(), "bad configuration: " + config.status().message()};
   }
   if (!context->group) {
     context->group = std::make_unique<CacheGroup>(*const_cast<Result<Config>&>(config),
@@ -62,6 +60,14 @@ ggml_status InitTensor(ggml_backend_buffer_t buffer, ggml_tensor* tensor) {
   Status status = context->group->AddTensor(tensor);
   context->added += GGML_PAD(ggml_nbytes(tensor), kAlignment);
   if (status.ok() && context->added >= context->size) status = context->session->ShareBudget();
+  return status;
+}
+
+ggml_status InitTensor(ggml_backend_buffer_t buffer, ggml_tensor* tensor) {
+  if (tensor->view_src || ParseCacheName(tensor->name).kind == 0) return GGML_STATUS_SUCCESS;
+  BufferContext* context = Context(buffer);
+  if (context->size == 0) return GGML_STATUS_SUCCESS;  // size probes of the host program
+  const Status status = Guarded([&] { return AddCacheTensor(context, tensor); });
   if (status.ok()) return GGML_STATUS_SUCCESS;
   LogRefusal(status.message());
   return GGML_STATUS_FAILED;
@@ -82,9 +88,11 @@ void SetTensor(ggml_backend_buffer_t, ggml_tensor* tensor, const void* data, siz
     std::memcpy(static_cast<char*>(tensor->data) + offset, data, size);
     return;
   }
-  const Status status = GroupOf(Root(tensor))
-                            ->WriteBytes(Root(tensor), OffsetInRoot(tensor) + offset, size,
-                                         static_cast<const uint8_t*>(data));
+  const Status status = Guarded([&] {
+    return GroupOf(Root(tensor))
+        ->WriteBytes(Root(tensor), OffsetInRoot(tensor) + offset, size,
+                     static_cast<const uint8_t*>(data));
+  });
   if (!status.ok()) LogError("restoring state: " + status.message());
 }
 
@@ -107,7 +115,7 @@ bool CopyTensor(ggml_backend_buffer_t, const ggml_tensor* src, ggml_tensor* dst)
     return true;
   }
   if (!IsOurs(Root(src)->buffer) || !IsVirtual(src) || Root(src) != Root(dst)) return false;
-  const Status status = GroupOf(Root(dst))->CopyStream(src, dst);
+  const Status status = Guarded([&] { return GroupOf(Root(dst))->CopyStream(src, dst); });
   if (!status.ok()) LogError("copying a sequence: " + status.message());
   return true;
 }
@@ -139,7 +147,7 @@ const char* BufferTypeName(ggml_backend_buffer_type_t) { return "QEVICT"; }
 
 ggml_backend_buffer_t AllocBuffer(ggml_backend_buffer_type_t buft, size_t size) {
   std::shared_ptr<Session> session = Sessions::Get().Find(0);
-  if (!session) session = Sessions::Get().Create();
+  if (!session) session = Sessions::Get().CreateUnlisted();
   if (size && !session->refusal.empty()) {
     LogRefusal(session->refusal);
     return nullptr;

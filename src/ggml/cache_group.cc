@@ -183,20 +183,18 @@ Status CacheGroup::EnsureCache() {
     layer.n_parts = config_.per_head ? layer.n_kv_heads : 1;
     shapes.insert(shapes.end(), layer.n_parts,
                   {layer.n_kv_heads / layer.n_parts, layer.head_dim, layer.head_dim_v,
-                   *ElemOf(layer.k), *ElemOf(layer.v), BitsOf(layer)});
+                   *ElemOf(layer.k), *ElemOf(layer.v), BitsOf(layer), layer.n_parts});
   }
   Result<std::unique_ptr<KvCache>> cache = KvCache::Create(config_, shapes, n_streams_, n_cells_);
   if (!cache.ok()) return cache.status();
   cache_ = std::move(*cache);
-  for (const LayerBinding& layer : layers_) {
-    if (layer.rope_known) {
-      QEVICT_RETURN_IF_ERROR(SetLayerRope(layer));
-    } else if (statistics_) {
-      QEVICT_RETURN_IF_ERROR(SetLayerStatistics(layer));
-    }
+  if (Status set = SetLayers(); !set.ok()) {
+    cache_.reset();  // the next step fails alike, not half way
+    return set;
   }
   k_written_.assign(layers_.size(), 0);
   highest_cell_.assign(n_streams_, 0);
+  lost_.assign(n_streams_, "");
   const uint64_t full = f16_bytes();
   std::string line = "KV cache of " + std::to_string(layers_.size()) + " layers, " +
                      std::to_string(n_cells_) + " cells, " + std::to_string(n_streams_) +
@@ -213,6 +211,17 @@ Status CacheGroup::EnsureCache() {
     line += ", budget " + MiB(budget);
   }
   LogInfo(line + ", kernels " + kernels::IsaName(kernels::ActiveIsa()));
+  return {};
+}
+
+Status CacheGroup::SetLayers() {
+  for (const LayerBinding& layer : layers_) {
+    if (layer.rope_known) {
+      QEVICT_RETURN_IF_ERROR(SetLayerRope(layer));
+    } else if (statistics_) {
+      QEVICT_RETURN_IF_ERROR(SetLayerStatistics(layer));
+    }
+  }
   return {};
 }
 
@@ -295,6 +304,7 @@ void CacheGroup::Clear() {
   partial_rows_.clear();
   copied_.clear();
   highest_cell_.assign(n_streams_, 0);
+  lost_.assign(n_streams_, "");
 }
 
 Status CacheGroup::CopyStream(const ggml_tensor* src, const ggml_tensor* dst) {
@@ -314,7 +324,30 @@ Status CacheGroup::CopyStream(const ggml_tensor* src, const ggml_tensor* dst) {
   copied_.assign(1, root);
   copied_streams_ = streams;
   highest_cell_[streams.second] = highest_cell_[streams.first];
-  return cache_->CopyStream(streams.first, streams.second);
+  Status status = cache_->CopyStream(streams.first, streams.second);
+  if (!status.ok()) lost_[streams.second] = "copying a sequence: " + status.message();
+  return status;
+}
+
+Status CacheGroup::CheckLost() const {
+  for (size_t s = 0; s < masks_.size(); ++s) {
+    const uint32_t stream = first_stream_ + static_cast<uint32_t>(s);
+    if (lost_[stream].empty()) continue;
+    std::vector<bool> here(masks_[s].n_kv());
+    for (uint32_t cell = 0; cell < here.size(); ++cell) here[cell] = cache_->Holds(stream, cell);
+    for (size_t i = 0; i < tokens_.size(); ++i) {
+      if (token_stream_[i] == stream && tokens_[i].cell < here.size()) here[tokens_[i].cell] = true;
+    }
+    for (uint32_t row = 0; row < rows_per_stream_; ++row) {
+      for (uint32_t cell = 0; cell < here.size(); ++cell) {
+        if (here[cell] || !masks_[s].test(row, cell)) continue;
+        return FailedPrecondition("stream " + std::to_string(stream) +
+                                  " lacks tokens that the program counts on (" + lost_[stream] +
+                                  "): remove the sequence and read its prompt again");
+      }
+    }
+  }
+  return {};
 }
 
 Status CacheGroup::ShiftRope(const ggml_tensor* op, OmpPool& pool) {

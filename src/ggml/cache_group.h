@@ -135,6 +135,11 @@ class CacheGroup {
   void AddWindows(SeqId seq, RowGroup& group) const;
   void FillBits(RowGroup& group, const MaskBits& mask);
   Status BoundedRoute(const LayerBinding& layer, OmpPool& pool);
+  /// RoPE and statistics of the layers whose RoPE is known.
+  Status SetLayers();
+  /// Fails if rows of the step see tokens that could not be restored or copied.
+  Status CheckLost() const;
+  SeqId NewSequence(uint32_t stream, size_t n_known);
   Status SetLayerRope(const LayerBinding& layer);
   Status SetLayerStatistics(const LayerBinding& layer);
   Status CheckAttention(const ggml_tensor* op) const;
@@ -189,6 +194,9 @@ class CacheGroup {
   std::vector<int32_t> shift_;
   std::pair<uint32_t, uint32_t> copied_streams_{};
   std::vector<uint32_t> highest_cell_;  ///< per stream: one past the highest cell written
+  /// Per stream: why tokens are missing that the host believes to be here, which no callback could
+  /// tell it; or empty.
+  std::vector<std::string> lost_;
 
   // State bytes that end inside a row wait here for the rest: per tensor root.
   struct PartialRow {

@@ -3,6 +3,7 @@
 #include "ggml-impl.h"
 #include "ggml/buffer.h"
 #include "ggml/device.h"
+#include "ggml/guard.h"
 #include "ggml/lineage.h"
 #include "ggml/log.h"
 
@@ -34,7 +35,7 @@ ggml_status ComputeGraph(ggml_backend_t backend, ggml_cgraph* graph) {
     if (IsNoop(node)) continue;
     if (session.abort_callback && session.abort_callback(session.abort_data))
       return GGML_STATUS_ABORTED;
-    const Status status = ComputeNode(node, graph, session.pool);
+    const Status status = Guarded([&] { return ComputeNode(node, graph, session.pool); });
     if (status.ok()) continue;
     LogError(status.message());
     return status.code() == StatusCode::kResourceExhausted ? GGML_STATUS_ALLOC_FAILED

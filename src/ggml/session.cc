@@ -42,6 +42,18 @@ Status Sessions::Configure(const char* text_or_path) {
 
 std::shared_ptr<Session> Sessions::Create() {
   const std::lock_guard lock(mutex_);
+  sessions_.push_back(Make());
+  last_session_of_thread = sessions_.back()->id;
+  return sessions_.back();
+}
+
+std::shared_ptr<Session> Sessions::CreateUnlisted() {
+  const std::lock_guard lock(mutex_);
+  return Make();
+}
+
+/// With mutex_ held.
+std::shared_ptr<Session> Sessions::Make() {
   Result<Config> config = configured_config_;
   if (!configured_) {
     const char* text = std::getenv("QEVICT_CONFIG");
@@ -63,10 +75,7 @@ std::shared_ptr<Session> Sessions::Create() {
       config = read.status();
     }
   }
-  auto session = std::make_shared<Session>(next_id_++, std::move(config), std::move(statistics));
-  sessions_.push_back(session);
-  last_session_of_thread = session->id;
-  return session;
+  return std::make_shared<Session>(next_id_++, std::move(config), std::move(statistics));
 }
 
 void Sessions::Remove(uint64_t id) {

@@ -44,12 +44,16 @@ class Sessions {
   /// Configuration of sessions created from now on.
   Status Configure(const char* text_or_path);
   std::shared_ptr<Session> Create();
+  /// A session for memory that a thread without one asks for: nothing finds it by its id.
+  std::shared_ptr<Session> CreateUnlisted();
   void Remove(uint64_t id);
   /// id 0 = the newest of the calling thread. Null if there is none.
   std::shared_ptr<Session> Find(uint64_t id);
   static uint64_t LastOfThread();
 
  private:
+  std::shared_ptr<Session> Make();
+
   std::mutex mutex_;
   std::vector<std::shared_ptr<Session>> sessions_;
   uint64_t next_id_ = 1;

@@ -75,6 +75,8 @@ Status CacheGroup::WriteBytes(const ggml_tensor* tensor, size_t offset, size_t s
     const uint16_t* block = aligned.data() + done * row_bytes / 2;
     const Status status = RestoreRows(layer, is_k, stream, cell, n, block);
     if (!status.ok() && first_error.ok()) first_error = status;
+    if (status.code() == StatusCode::kResourceExhausted)
+      lost_[stream] = "restoring state: " + status.message();
     highest_cell_[stream] = std::max(highest_cell_[stream], cell + n);
     done += n;
   }

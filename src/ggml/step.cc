@@ -73,6 +73,7 @@ Status CacheGroup::BeginStep(const ggml_tensor* op, const ggml_cgraph* graph, Om
       break;
     }
   }
+  QEVICT_RETURN_IF_ERROR(CheckLost());
   QEVICT_RETURN_IF_ERROR(InferSequences());
   DropOverwritten();
   QEVICT_RETURN_IF_ERROR(RouteDue(pool));
@@ -185,10 +186,22 @@ SeqId CacheGroup::SequenceOfRow(uint32_t stream, const MaskBits* mask, size_t fi
   }
   if (mask) {
     const SeqId seq = SequenceByMask(stream, *mask, row, token.cell);
-    return seq == kNone ? cache_->CreateSequence(stream) : seq;
+    return seq == kNone ? NewSequence(stream, first + row) : seq;
   }
   for (const SeqId seq : sequences) {
     if (cache_->tail_pos(seq) + 1 == token.pos) return seq;
+  }
+  return NewSequence(stream, first + row);
+}
+
+/// A sequence without tokens: one that a refused step has left, or a new one. Sequences of the
+/// first `n_known` tokens of this step are taken.
+SeqId CacheGroup::NewSequence(uint32_t stream, size_t n_known) {
+  cache_->Sequences(stream, sequences_scratch_);
+  for (const SeqId seq : sequences_scratch_) {
+    const auto taken = [seq](const TokenSpec& t) { return t.seq == seq; };
+    const auto known = tokens_.begin() + static_cast<std::ptrdiff_t>(n_known);
+    if (cache_->n_tokens(seq) == 0 && std::none_of(tokens_.begin(), known, taken)) return seq;
   }
   return cache_->CreateSequence(stream);
 }
