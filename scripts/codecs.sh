@@ -101,9 +101,10 @@ for part in "${parts[@]}"; do
       done ;;
     cells)
       for model in "${models[@]}"; do
-        # Sliding windows cannot share prompts, and cost twice as much.
-        chunks=$([ "$model" = gemma3-270m ] && echo "$field_chunks" || echo "$cell_chunks")
-        kld "cells-$model" "$model" "$chunks" "${cell_rates[@]/#/wf,statistics=$(statistics "$model"),bits=}"
+        chunks=$cell_chunks rates=("${cell_rates[@]}")
+        # Sliding windows cannot share prompts, and tables weigh more where layers hold less.
+        if [ "$model" = gemma3-270m ]; then chunks=$field_chunks rates+=(1.75); fi
+        kld "cells-$model" "$model" "$chunks" "${rates[@]/#/wf,statistics=$(statistics "$model"),bits=}"
       done ;;
     field-*)
       declare -n formats="${part#field-}"
