@@ -111,6 +111,8 @@ struct LayerBits {
 };
 /// What Config::layer_bits says of a layer of the model.
 LayerBits BitsOfLayer(const Config& config, uint32_t model_layer);
+/// The average over layers that Config::layer_bits asks for, 1 to 4; none if it is a list.
+std::optional<double> AverageLayerBits(const Config& config);
 /// The highest layer that Config::layer_bits names; none if it names none, or all by `*`.
 std::optional<uint32_t> HighestLayerNamed(const Config& config);
 

@@ -300,7 +300,7 @@ constexpr ConfigKey kKeys[] = {
      BitsAreValid},
     {"layer_bits",
      "LAYERS:K/V items such as *:4/2;0:8/8;1-3:4/4, bits 1, 2, 3, 4 or 8, or with codec=wf 0.25 "
-     "to 8 in steps of 0.25",
+     "to 8 in steps of 0.25; or, with statistics, an average of 1 to 4",
      ReadLayerBits, WriteLayerBits, LayerBitsAreValid},
     {"statistics", "the path of a file, without commas or #, at most 4096 characters",
      ReadStatistics, WriteStatistics, StatisticsAreValid},
@@ -381,6 +381,10 @@ Status CheckCodec(const Config& config) {
   if (config.codec != CodecId::kKvTuner && config.codec != CodecId::kWaterFill &&
       !config.layer_bits.empty()) {
     return refuse("layer_bits", config.layer_bits, "none");
+  }
+  if (AverageLayerBits(config) && config.statistics.empty()) {
+    return refuse("layer_bits", config.layer_bits,
+                  "LAYERS:K/V items; an average needs codec=wf and statistics");
   }
   if (!LayerBitsFit(config)) {
     return refuse("layer_bits", config.layer_bits,

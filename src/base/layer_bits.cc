@@ -1,5 +1,6 @@
 // The text of Config::layer_bits: items separated by `;`, each LAYERS:K/V with LAYERS one layer of
-// the model (7), a range (1-3) or * for all. Later items win.
+// the model (7), a range (1-3) or * for all. Later items win. Or one number: an average over
+// layers, which codecs::WithAllocatedBits replaces by a list.
 #include <algorithm>
 #include <charconv>
 
@@ -73,7 +74,7 @@ bool ForItems(std::string_view text, const F& f) {
 
 bool internal::LayerBitsAreValid(const Config& config) {
   return config.layer_bits.size() <= kMaxLayerBitsText &&
-         ForItems(config.layer_bits, [](const Item&) {});
+         (AverageLayerBits(config) || ForItems(config.layer_bits, [](const Item&) {}));
 }
 
 bool internal::LayerBitsFit(const Config& config) {
@@ -85,6 +86,14 @@ bool internal::LayerBitsFit(const Config& config) {
   ForItems(config.layer_bits,
            [&](const Item& item) { all_fit = all_fit && fits(item.bits.k) && fits(item.bits.v); });
   return all_fit;
+}
+
+std::optional<double> AverageLayerBits(const Config& config) {
+  double value = 0.0;
+  const char *begin = config.layer_bits.data(), *end = begin + config.layer_bits.size();
+  const auto [at, error] = std::from_chars(begin, end, value, std::chars_format::fixed);
+  if (error != std::errc() || at != end || !(value >= 1.0 && value <= 4.0)) return std::nullopt;
+  return value;
 }
 
 std::optional<uint32_t> HighestLayerNamed(const Config& config) {

@@ -53,6 +53,23 @@ TEST(LayerBitsTest, WaterFillTakesQuarters) {
     EXPECT_FALSE(ParseConfig(std::string("codec=wf,layer_bits=") + list).ok()) << list;
 }
 
+TEST(LayerBitsTest, AnAverageNeedsStatistics) {
+  const Result<Config> config = ParseConfig("codec=wf,window=8,statistics=x,layer_bits=2.05");
+  ASSERT_TRUE(config.ok()) << config.status().message();
+  EXPECT_EQ(AverageLayerBits(*config), 2.05);
+  EXPECT_EQ(BitsOfLayer(*config, 3), LayerBits{});
+  EXPECT_EQ(ParseConfig(ToText(*config))->layer_bits, "2.05");
+  for (const char* text :
+       {"codec=wf,window=8,layer_bits=2.05", "codec=kvtuner,window=8,layer_bits=2",
+        "codec=wf,window=8,statistics=x,layer_bits=0.5",
+        "codec=wf,window=8,statistics=x,layer_bits=4.1",
+        "codec=wf,window=8,statistics=x,layer_bits=2e0"}) {
+    EXPECT_FALSE(ParseConfig(text).ok()) << text;
+  }
+  EXPECT_EQ(AverageLayerBits(*ParseConfig("codec=wf,window=8,layer_bits=*:2/2")), std::nullopt);
+  EXPECT_EQ(AverageLayerBits(Config{}), std::nullopt);
+}
+
 TEST(LayerBitsTest, TheHighestLayerNamed) {
   const auto highest = [](const std::string& list) {
     return HighestLayerNamed(*ParseConfig("codec=kvtuner,window=8,layer_bits=" + list));

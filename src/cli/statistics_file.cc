@@ -93,7 +93,9 @@ Status UseStatistics(std::span<Config* const> configs, const std::string& model)
           codecs::HashText(*hash) + "): run `qevict calibrate codec -m " + model + "`");
     }
     QEVICT_RETURN_IF_ERROR(CheckLayers(*config, &*statistics, *shape, model));
-    *config = codecs::WithAllocatedBits(*config, *statistics);
+    Result<Config> allocated = codecs::WithAllocatedBits(*config, *statistics);
+    if (!allocated.ok()) return allocated.status();
+    *config = std::move(*allocated);
   }
   return {};
 }

@@ -50,16 +50,15 @@ std::string BitsText(uint32_t quarters) {
 std::string AllocateBits(const CodecStatistics& statistics, double bits) {
   if (statistics.layers.empty()) return {};
   std::vector<Side> sides;
-  const auto average = static_cast<uint32_t>(std::lround(bits * 4.0));
-  int64_t words = 0;
+  double exact_words = 0.0;
   for (const LayerStatistics& layer : statistics.layers) {
     if (!layer.has_loss) return {};
     const RowShape& shape = layer.shape;
-    words +=
-        int64_t{shape.n_kv_heads} * codecs::WordsOf(average, shape.head_dim + shape.head_dim_v);
+    exact_words += shape.n_kv_heads * (shape.head_dim + shape.head_dim_v) * bits / 32.0;
     sides.push_back({shape.head_dim, shape.n_kv_heads, layer.k_loss, 0});
     sides.push_back({shape.head_dim_v, shape.n_kv_heads, layer.v_loss, 0});
   }
+  auto words = static_cast<int64_t>(exact_words + 1e-6);
   for (Side& s : sides) {
     s.quarters = NextStep(s, 0);
     words -= WordsOf(s, s.quarters);
@@ -88,10 +87,17 @@ std::string AllocateBits(const CodecStatistics& statistics, double bits) {
   return text;
 }
 
-Config WithAllocatedBits(const Config& config, const CodecStatistics& statistics) {
+Result<Config> WithAllocatedBits(const Config& config, const CodecStatistics& statistics) {
+  const std::optional<double> average = AverageLayerBits(config);
+  if (!config.layer_bits.empty() && !average) return config;
   Config changed = config;
-  if (config.layer_bits.empty()) {
-    changed.layer_bits = AllocateBits(statistics, config.bits + config.quarter_bits / 4.0);
+  changed.layer_bits =
+      AllocateBits(statistics, average.value_or(config.bits + config.quarter_bits / 4.0));
+  if (average && changed.layer_bits.empty()) {
+    return InvalidArgument("layer_bits=" + config.layer_bits +
+                           " is an average, but the statistics in " + config.statistics +
+                           " do not say what packing costs in each layer: take them without "
+                           "--loss-chunks 0");
   }
   return changed;
 }

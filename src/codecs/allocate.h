@@ -14,8 +14,9 @@ namespace qevict::codecs {
 /// layers add up as long as they are small. Empty if the statistics have no losses.
 std::string AllocateBits(const CodecStatistics& statistics, double bits);
 
-/// `config` with the bits per layer that its statistics give; unchanged if it names its own, or if
-/// there are no losses.
-Config WithAllocatedBits(const Config& config, const CodecStatistics& statistics);
+/// `config` with the bits per layer that its statistics give, for Config::bits or the average that
+/// Config::layer_bits asks for; unchanged if it has a list, or if there are no losses. Errors:
+/// kInvalidArgument for an average without losses.
+Result<Config> WithAllocatedBits(const Config& config, const CodecStatistics& statistics);
 
 }  // namespace qevict::codecs

@@ -57,7 +57,7 @@ TEST(AllocateTest, OddHeadSizesStayWithinTheSum) {
     for (uint32_t i = 0; i < 5; ++i) s.layers.push_back(Layer(i, 0.001 * (i + 1), 0.02, dim));
     for (const double bits : {1.0, 2.0, 2.75, 4.0}) {
       const std::string text = AllocateBits(s, bits);
-      const auto most = 5 * ((static_cast<uint32_t>(bits * 4) * 2 * dim + 127) / 128);
+      const auto most = static_cast<uint32_t>(5 * 2 * 2 * dim * bits / 32) / 2;  // two heads
       if (most < 10) {  // a word each for keys and values is more
         EXPECT_EQ(text, "");
         continue;
@@ -86,7 +86,20 @@ TEST(AllocateTest, WithoutLossesNothingChanges) {
   s.layers[1].has_loss = true;
   Config own;
   own.layer_bits = "*:2/3";
-  EXPECT_EQ(WithAllocatedBits(own, s).layer_bits, "*:2/3");
+  EXPECT_EQ(WithAllocatedBits(own, s)->layer_bits, "*:2/3");
+}
+
+TEST(AllocateTest, AnyAverageOverLayers) {
+  CodecStatistics s;
+  for (uint32_t i = 0; i < 10; ++i) s.layers.push_back(Layer(i, 0.001 * (i + 1), 0.02));
+  Config config = *ParseConfig("codec=wf,window=8,statistics=x,layer_bits=2.05");
+  const std::string text = WithAllocatedBits(config, s)->layer_bits;
+  EXPECT_EQ(WordsOf(s, text), 10 * 8 + 2) << text;
+  EXPECT_EQ(WordsOf(s, AllocateBits(s, 2.0)), 10 * 8u);
+  s.layers[3].has_loss = false;
+  const Status none = WithAllocatedBits(config, s).status();
+  EXPECT_EQ(none.code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(none.message().find("layer_bits=2.05"), std::string::npos) << none.message();
 }
 
 }  // namespace
