@@ -10,13 +10,49 @@ namespace {
 constexpr uint32_t kMostQuarters = 24;  ///< 6 bits
 /// Of a unit Gaussian from 2 bits on: 0.294, 0.275, ... (water_fill.h).
 constexpr double kDistortionPerBit = 0.28;
-/// Below this a measured loss is noise.
 constexpr double kLeastLoss = 1e-5;
+
+/// What measured losses are worth. A loss is a difference of two mean KLs, so that the smallest are
+/// mostly noise, of either sign: allocation by them alone would give and take whole bits by chance.
+struct LossModel {
+  double noise = 0.0;  ///< RMS of the losses that came out negative, which none is
+  double fall = 5.0;   ///< typical loss at 1 bit over that at 2, of losses far above the noise
+
+  explicit LossModel(const CodecStatistics& statistics) {
+    double squares = 0.0, logs = 0.0;
+    size_t n_negative = 0, n_large = 0;
+    const auto for_all = [&statistics](auto&& f) {
+      for (const LayerStatistics& layer : statistics.layers) f(layer.k_loss), f(layer.v_loss);
+    };
+    for_all([&](const std::array<double, 2>& loss) {
+      for (const double x : loss) {
+        if (x < 0.0) squares += x * x, ++n_negative;
+      }
+    });
+    if (n_negative > 0) noise = std::sqrt(squares / static_cast<double>(n_negative));
+    for_all([&](const std::array<double, 2>& loss) {
+      if (loss[0] <= 20.0 * noise + kLeastLoss) return;
+      logs += std::log(std::clamp(loss[0] / std::max(loss[1], kLeastLoss), 1.5, 16.0));
+      ++n_large;
+    });
+    if (n_large > 0) fall = std::exp(logs / static_cast<double>(n_large));
+  }
+
+  /// The mean of what was measured and what is usual, by how sure both are: losses at 2 bits vary
+  /// by half around the usual ones.
+  std::array<double, 2> Believed(const std::array<double, 2>& measured) const {
+    const double at1 = std::max({measured[0], 0.5 * noise, kLeastLoss});
+    const double usual = at1 / fall, spread = 0.5 * usual;
+    const double sure = spread * spread / (spread * spread + noise * noise);
+    const double at2 = sure * measured[1] + (1.0 - sure) * usual;
+    return {at1, std::clamp(at2, at1 / 16.0, at1 / 1.5)};  // falls, but not like a cliff
+  }
+};
 
 /// Keys or values of one layer.
 struct Side {
   uint32_t dim, n_heads;
-  std::array<double, 2> loss;  ///< at 1 and 2 bits
+  std::array<double, 2> loss;  ///< at 1 and 2 bits, as believed
   uint32_t quarters;
 };
 
@@ -33,8 +69,7 @@ uint32_t NextStep(const Side& s, uint32_t quarters) {
 }
 
 double LossAt(const Side& s, uint32_t quarters) {
-  const double at1 = std::max(s.loss[0], kLeastLoss);
-  const double at2 = std::clamp(s.loss[1], at1 / 16.0, at1 / 1.5);  // falls, but not like a cliff
+  const auto [at1, at2] = s.loss;
   const double bits = quarters / 4.0;
   if (bits <= 2.0) return at2 * std::pow(at1 / at2, 2.0 - bits);
   return at2 * std::pow(kDistortionPerBit, bits - 2.0);
@@ -49,14 +84,15 @@ std::string BitsText(uint32_t quarters) {
 
 std::string AllocateBits(const CodecStatistics& statistics, double bits) {
   if (statistics.layers.empty()) return {};
+  const LossModel model(statistics);
   std::vector<Side> sides;
   double exact_words = 0.0;
   for (const LayerStatistics& layer : statistics.layers) {
     if (!layer.has_loss) return {};
     const RowShape& shape = layer.shape;
     exact_words += shape.n_kv_heads * (shape.head_dim + shape.head_dim_v) * bits / 32.0;
-    sides.push_back({shape.head_dim, shape.n_kv_heads, layer.k_loss, 0});
-    sides.push_back({shape.head_dim_v, shape.n_kv_heads, layer.v_loss, 0});
+    sides.push_back({shape.head_dim, shape.n_kv_heads, model.Believed(layer.k_loss), 0});
+    sides.push_back({shape.head_dim_v, shape.n_kv_heads, model.Believed(layer.v_loss), 0});
   }
   auto words = static_cast<int64_t>(exact_words + 1e-6);
   for (Side& s : sides) {

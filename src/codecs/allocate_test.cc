@@ -77,6 +77,26 @@ TEST(AllocateTest, NoiseIsNoReasonForExtremes) {
   EXPECT_EQ(WordsOf(s, text), 16u) << text;
 }
 
+TEST(AllocateTest, LossesWithinTheNoiseDecideNothing) {
+  CodecStatistics s;
+  for (uint32_t i = 0; i < 8; ++i) {
+    s.layers.push_back(Layer(i, 0.01, 0.01));
+    // At 2 bits the same loss, but for noise of 0.0002 that is larger than it.
+    const double noise = i % 2 == 0 ? 0.0002 : -0.0002;
+    s.layers[i].k_loss = {0.0004, 0.0001 + noise};
+  }
+  Config config;
+  config.layer_bits = AllocateBits(s, 3.0);
+  for (uint32_t i = 1; i < 8; ++i) {
+    const int first = BitsOfLayer(config, 0).k, other = BitsOfLayer(config, i).k;
+    EXPECT_LE(std::abs(first - other), 2) << config.layer_bits;  // a word, for the sum's sake
+  }
+  // Without negative losses there is no sign of noise: the same differences count.
+  for (uint32_t i = 0; i < 8; ++i) s.layers[i].k_loss = {0.04, i % 2 == 0 ? 0.003 : 0.02};
+  config.layer_bits = AllocateBits(s, 3.0);
+  EXPECT_GE(BitsOfLayer(config, 1).k, BitsOfLayer(config, 0).k + 4) << config.layer_bits;
+}
+
 TEST(AllocateTest, WithoutLossesNothingChanges) {
   CodecStatistics s;
   EXPECT_EQ(AllocateBits(s, 2.0), "");
