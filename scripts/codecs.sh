@@ -9,12 +9,11 @@
 # --quick: two chunks (2,048 positions) everywhere, to see that all works.
 # Parts, by default all: calibrate (bits of layers, on another text; half an hour on two cores), cells
 # (wf with these, at four sizes, 40,960 positions, Gemma 8,192; an hour and a half), field (all formats,
-# 8,192 positions; two and a half hours; or one by one field-kivi, field-papers, field-token,
-# field-wf, field-floor), depth (4,000
-# generated tokens), kernels, table. A part's results are a file per model, so that two cores are used
-# best by two processes on one core each (taskset), with other models or parts. The texts are
-# WikiText-2's test file (raw) and, for calibrate, another one, such as its validation file; neither is
-# part of the repository.
+# 8,192 positions; two and a half hours; or one by one field-kivi, field-papers, field-token, field-wf,
+# field-floor), depth (4,000 generated tokens), kernels, table. A part's results are a file per model, so
+# that two cores are used best by two processes on one core each (taskset), with other models or parts.
+# The texts are WikiText-2's test file (raw) and, for calibrate, another one, such as its validation
+# file; neither is part of the repository.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 
@@ -22,6 +21,7 @@ out="$repo_dir/bench/results/codecs"
 text='' calibration=''
 models=(qwen2.5-coder-0.5b smollm2 gemma3-270m)
 cell_chunks=40 field_chunks=8
+field_parts=(field-{kivi,papers,token,wf,floor})
 parts=()
 while [ $# -gt 0 ]; do
   case "$1" in
@@ -32,12 +32,12 @@ while [ $# -gt 0 ]; do
     --out) out=${2:?scripts/codecs.sh: --out needs a folder}; shift 2 ;;
     -h | --help) sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 0 ;;
     calibrate | cells | depth | kernels | table) parts+=("$1"); shift ;;
-    field) parts+=(field-{kivi,papers,token,wf,floor}); shift ;;
+    field) parts+=("${field_parts[@]}"); shift ;;
     field-kivi | field-papers | field-token | field-wf | field-floor) parts+=("$1"); shift ;;
     *) echo "scripts/codecs.sh: unknown part $1 (calibrate, cells, field, depth, kernels, table)" >&2; exit 2 ;;
   esac
 done
-[ ${#parts[@]} -gt 0 ] || parts=(calibrate cells field-{kivi,papers,token,wf,floor} depth kernels table)
+[ ${#parts[@]} -gt 0 ] || parts=(calibrate cells "${field_parts[@]}" depth kernels table)
 for part in "${parts[@]}"; do
   case "$part" in
     kernels | table) continue ;;
@@ -75,15 +75,18 @@ kld() {
   # The floor costs as much as a format, and is the same wherever it is measured.
   case "$name" in field-floor-*) options+=(--floor) ;; esac
   step "$name: $# formats, $chunks chunks"
-  "$QEVICT_COMMAND" eval kld -m "$("$repo_dir/scripts/models.py" "$model")" -f "$text" --pack-all \
-    --window 32 --chunks "$chunks" --prompt 1024 --score 1024 -o json "${options[@]}" |
-    keep >"$out/$name.jsonl.part"
-  mv "$out/$name.jsonl.part" "$out/$name.jsonl"  # what was there stays until there is better
+  save "$name" "$model" --chunks "$chunks" --prompt 1024 --score 1024 "${options[@]}"
 }
 
-# Summaries alone, without the folders of this machine.
-keep() {
-  grep '"type":"summary"' | sed -E 's#("(model|file)":")[^"]*/#\1#g; s#statistics=[^,"]*/#statistics=#g'
+# save NAME MODEL OPTION...: summaries alone, without the folders of this machine. What was there stays
+# until there is better.
+save() {
+  local file="$out/$1.jsonl" model="$2"
+  shift 2
+  "$QEVICT_COMMAND" eval kld -m "$("$repo_dir/scripts/models.py" "$model")" -f "$text" --pack-all \
+    --window 32 -o json "$@" | grep '"type":"summary"' |
+    sed -E 's#("(model|file)":")[^"]*/#\1#g; s#statistics=[^,"]*/#statistics=#g' >"$file.part"
+  mv "$file.part" "$file"
 }
 
 # The side file of a model.
@@ -112,12 +115,9 @@ for part in "${parts[@]}"; do
     depth)
       for model in "${models[@]}"; do
         step "depth-$model"
-        "$QEVICT_COMMAND" eval kld -m "$("$repo_dir/scripts/models.py" "$model")" -f "$text" \
-          --pack-all --window 32 --chunks 1 --prompt 2000 --score 4000 --by-depth 16 --generate \
-          --temp 0.8 --seed 1 -o json --cache codec=wf,bits=2.5 \
-          --cache "codec=wf,bits=2.5,statistics=$(statistics "$model")" |
-          keep >"$out/depth-$model.jsonl.part"
-        mv "$out/depth-$model.jsonl.part" "$out/depth-$model.jsonl"
+        save "depth-$model" "$model" --chunks 1 --prompt 2000 --score 4000 --by-depth 16 --generate \
+          --temp 0.8 --seed 1 --cache codec=wf,bits=2.5 \
+          --cache "codec=wf,bits=2.5,statistics=$(statistics "$model")"
       done ;;
     kernels)
       step "kernels"

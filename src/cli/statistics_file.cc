@@ -24,11 +24,7 @@ Status CheckLayers(const Config& config, const codecs::CodecStatistics* statisti
   }
   if (statistics == nullptr) return {};
   for (const CacheLayer& l : model.layers) {
-    const codecs::LayerStatistics* given = statistics->Find(l.index);
-    if (given != nullptr && given->shape.n_kv_heads == l.n_kv_heads &&
-        given->shape.head_dim == l.head_dim && given->shape.head_dim_v == l.head_dim_v) {
-      continue;
-    }
+    if (statistics->Find(l.index, {l.n_kv_heads, l.head_dim, l.head_dim_v})) continue;
     return InvalidArgument("the statistics in " + config.statistics + " have no layer " +
                            std::to_string(l.index) + " of " + std::to_string(l.n_kv_heads) +
                            " kv heads and " + std::to_string(l.head_dim) + "/" +

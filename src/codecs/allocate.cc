@@ -10,7 +10,7 @@ namespace {
 constexpr uint32_t kMostQuarters = 24;  ///< 6 bits
 /// Of a unit Gaussian from 2 bits on: 0.294, 0.275, ... (water_fill.h).
 constexpr double kDistortionPerBit = 0.28;
-constexpr double kLeastLoss = 1e-5;
+constexpr double kLeastLoss = 1e-5;  ///< so that logarithms are finite
 
 /// What measured losses are worth. A loss is a difference of two mean KLs, so that the smallest are
 /// mostly noise, of either sign: allocation by them alone would give and take whole bits by chance.

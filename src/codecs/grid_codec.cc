@@ -24,10 +24,7 @@ void PadChannels(std::vector<float>& x) {
 const float* DataOf(const std::vector<float>& x) { return x.empty() ? nullptr : x.data(); }
 
 void SetPointers(GridSpec& s) {
-  if (s.borders.empty()) {
-    for (size_t i = 0; i + 1 < s.levels.size(); ++i)
-      s.borders.push_back(0.5f * (s.levels[i] + s.levels[i + 1]));
-  }
+  if (s.borders.empty()) s.borders = Midpoints(s.levels);
   if (!s.levels.empty()) s.levels.resize(16, s.levels.back());
   PadChannels(s.factor);
   PadChannels(s.offset);
@@ -303,6 +300,13 @@ class Part {
 };
 
 }  // namespace
+
+std::vector<float> Midpoints(const std::vector<float>& levels) {
+  std::vector<float> borders;
+  for (size_t i = 0; i + 1 < levels.size(); ++i)
+    borders.push_back(0.5f * (levels[i] + levels[i + 1]));
+  return borders;
+}
 
 std::vector<float> HadamardSigns(uint32_t dim) {
   std::vector<float> sign(dim);

@@ -56,6 +56,9 @@ struct GridHead {
   PickExact pick_tokens = nullptr;  ///< by the keys, for both; or null
 };
 
+/// Borders of nearest levels: half way between neighbours; empty without levels.
+std::vector<float> Midpoints(const std::vector<float>& levels);
+
 /// sign of a random-sign Hadamard transform; the same for equal dim.
 std::vector<float> HadamardSigns(uint32_t dim);
 /// x [dim] = H (sign * x), sign as above: what is coded for a token's channels.

@@ -125,9 +125,7 @@ std::vector<float> Centroids(std::vector<float> x, uint32_t n) {
 void SetCentroids(const std::vector<float>& centroids, bool q_norm, const std::vector<float>& x,
                   GridSpec& spec) {
   spec.levels = centroids;
-  spec.borders.clear();
-  for (size_t i = 0; i + 1 < centroids.size(); ++i)
-    spec.borders.push_back(0.5f * (centroids[i] + centroids[i + 1]));
+  spec.borders = Midpoints(centroids);
   if (!q_norm || x.empty()) return;
   double m1 = 0.0, s1 = 0.0, m2 = 0.0, s2 = 0.0;  // moments: originals, quantized
   for (const float each : x) {

@@ -143,6 +143,14 @@ const LayerStatistics* CodecStatistics::Find(uint32_t model_layer) const {
   return nullptr;
 }
 
+const LayerStatistics* CodecStatistics::Find(uint32_t model_layer, const RowShape& shape) const {
+  const LayerStatistics* layer = Find(model_layer);
+  const bool fits = layer != nullptr && layer->shape.n_kv_heads == shape.n_kv_heads &&
+                    layer->shape.head_dim == shape.head_dim &&
+                    layer->shape.head_dim_v == shape.head_dim_v;
+  return fits ? layer : nullptr;
+}
+
 std::string HashText(uint64_t hash) {
   char text[17];
   std::snprintf(text, sizeof(text), "%016llx", static_cast<unsigned long long>(hash));

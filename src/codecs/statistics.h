@@ -44,6 +44,8 @@ struct CodecStatistics {
 
   /// Null if the layer has none.
   const LayerStatistics* Find(uint32_t model_layer) const;
+  /// The same; null, too, if they are of other heads or channels.
+  const LayerStatistics* Find(uint32_t model_layer, const RowShape& shape) const;
 };
 
 /// A model's hash as files and messages show it: 16 hexadecimal digits.

@@ -226,10 +226,9 @@ Status CacheGroup::SetLayers() {
 }
 
 Status CacheGroup::SetLayerStatistics(const LayerBinding& layer) {
-  const auto* given = statistics_->Find(static_cast<uint32_t>(layer.model_layer));
   const codecs::RowShape shape{layer.n_kv_heads, layer.head_dim, layer.head_dim_v};
-  if (given == nullptr || given->shape.n_kv_heads != shape.n_kv_heads ||
-      given->shape.head_dim != shape.head_dim || given->shape.head_dim_v != shape.head_dim_v) {
+  const auto* given = statistics_->Find(static_cast<uint32_t>(layer.model_layer), shape);
+  if (given == nullptr) {
     return InvalidArgument("the statistics in " + config_.statistics + " do not fit layer " +
                            std::to_string(layer.model_layer) + " of " +
                            std::to_string(shape.n_kv_heads) + " kv heads and " +
