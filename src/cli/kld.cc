@@ -4,6 +4,8 @@
 #include <cmath>
 #include <numeric>
 
+#include "kernels/logits.h"
+
 namespace qevict::cli {
 
 size_t TopToken(std::span<const float> logits) {
@@ -11,29 +13,25 @@ size_t TopToken(std::span<const float> logits) {
 }
 
 double LogSumExp(std::span<const float> logits) {
-  const double top = static_cast<double>(logits[TopToken(logits)]);
-  double sum = 0.0;
-  for (const float x : logits) sum += std::exp(static_cast<double>(x) - top);
-  return top + std::log(sum);
+  const float top = logits[TopToken(logits)];
+  return static_cast<double>(top) + std::log(kernels::SumExp(logits, top));
 }
 
-double KlDivergence(std::span<const float> p, double p_log_sum, std::span<const float> q,
-                    double q_log_sum) {
-  double kl = 0.0;
-  for (size_t i = 0; i < p.size(); ++i) {
-    const double log_p = static_cast<double>(p[i]) - p_log_sum;
-    const double prob = std::exp(log_p);
-    if (prob == 0.0) continue;  // 0 log 0 = 0
-    kl += prob * (log_p - (static_cast<double>(q[i]) - q_log_sum));
-  }
-  return kl;
+ReferenceRow::ReferenceRow(std::span<const float> row)
+    : logits(row),
+      top(TopToken(row)),
+      sum(kernels::SumExp(row, row[top])),
+      log_sum(static_cast<double>(row[top]) + std::log(sum)) {}
+
+double KlDivergence(const ReferenceRow& p, std::span<const float> q, double q_log_sum) {
+  const double mean = kernels::SumExpDifference(p.logits, q, p.logits[p.top]) / p.sum;
+  return mean - p.log_sum + q_log_sum;
 }
 
 Position ComparePosition(const ReferenceRow& base, std::span<const float> run, int32_t label) {
   const double run_sum = LogSumExp(run);
   const auto at = static_cast<size_t>(label);
-  return {KlDivergence(base.logits, base.log_sum, run, run_sum),
-          base.log_sum - static_cast<double>(base.logits[at]),
+  return {KlDivergence(base, run, run_sum), base.log_sum - static_cast<double>(base.logits[at]),
           run_sum - static_cast<double>(run[at]), base.top == TopToken(run)};
 }
 

@@ -8,14 +8,22 @@
 
 namespace qevict::cli {
 
-/// log(sum(exp(logits))) in double. Needs at least one finite logit.
-double LogSumExp(std::span<const float> logits);
 /// Index of the largest logit; the lowest index of equal ones.
 size_t TopToken(std::span<const float> logits);
-/// KL(p || q) in nats of the distributions that two sets of logits stand for, p the reference.
-/// Never negative beyond rounding; infinite if q excludes what p allows.
-double KlDivergence(std::span<const float> p, double p_log_sum, std::span<const float> q,
-                    double q_log_sum);
+/// log(sum(exp(logits))). Needs at least one finite logit.
+double LogSumExp(std::span<const float> logits);
+
+/// Logits of the reference, with what every comparison needs of them. Borrows `row`.
+struct ReferenceRow {
+  explicit ReferenceRow(std::span<const float> row);
+  std::span<const float> logits;
+  size_t top;
+  double sum;      ///< of exp(logits - logits[top])
+  double log_sum;  ///< LogSumExp(logits)
+};
+/// KL(p || q) in nats of the distributions that two sets of logits stand for, p the reference, to
+/// about 1e-7 + 1e-7 KL: it can be that much below 0. Infinite if q excludes what p allows.
+double KlDivergence(const ReferenceRow& p, std::span<const float> q, double q_log_sum);
 
 /// Comparison of a run with the reference at one position.
 struct Position {
@@ -23,14 +31,6 @@ struct Position {
   double nll_base;  ///< -log p(label) of the reference
   double nll;       ///< and of the run
   bool same_top;
-};
-/// Logits of the reference, with what every comparison needs of them. Borrows `logits`.
-struct ReferenceRow {
-  explicit ReferenceRow(std::span<const float> row)
-      : logits(row), log_sum(LogSumExp(row)), top(TopToken(row)) {}
-  std::span<const float> logits;
-  double log_sum;
-  size_t top;
 };
 Position ComparePosition(const ReferenceRow& base, std::span<const float> run, int32_t label);
 /// -log p(label) of a run and of the reference alone; kl is 0 and the top the same.

@@ -6,11 +6,13 @@
 #include "kernels/attention_block-inl.h"
 #include "kernels/attention_internal.h"
 #include "kernels/attention_merge-inl.h"
+#include "kernels/logits-inl.h"
 #include "kernels/simd_avx512vnni.h"
 
 namespace qevict::kernels::internal {
 
-const KernelTable kAvx512VnniTable = {AttendBlock<SimdAvx512Vnni>, MergeBlock<SimdAvx512Vnni>,
-                                      SimdAvx512Vnni::kChannels};
+const KernelTable kAvx512VnniTable = {
+    AttendBlock<SimdAvx512Vnni>, MergeBlock<SimdAvx512Vnni>, SumExpRow<SimdAvx512Vnni>,
+    SumExpDifferenceRow<SimdAvx512Vnni>, SimdAvx512Vnni::kChannels};
 
 }  // namespace qevict::kernels::internal

@@ -145,6 +145,8 @@ struct MergeArgs {
 struct KernelTable {
   void (*attend)(const BlockArgs&);
   void (*merge)(const MergeArgs&);
+  double (*sum_exp)(const float* x, size_t n, float top);  ///< kernels/logits.h
+  double (*sum_exp_difference)(const float* p, const float* q, size_t n, float top);
   uint32_t key_channels;  ///< per vector of the packed key order (SimdX::kChannels)
 };
 

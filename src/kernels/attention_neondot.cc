@@ -3,11 +3,13 @@
 #include "kernels/attention_block-inl.h"
 #include "kernels/attention_internal.h"
 #include "kernels/attention_merge-inl.h"
+#include "kernels/logits-inl.h"
 #include "kernels/simd_neondot.h"
 
 namespace qevict::kernels::internal {
 
 const KernelTable kNeonDotTable = {AttendBlock<SimdNeonDot>, MergeBlock<SimdNeonDot>,
+                                   SumExpRow<SimdNeonDot>, SumExpDifferenceRow<SimdNeonDot>,
                                    SimdNeonDot::kChannels};
 
 }  // namespace qevict::kernels::internal
