@@ -3,15 +3,17 @@
 # packed, nothing evicted), time and bytes in the kernels, and KL along a long answer. Then writes the
 # table and the picture of docs/codecs.md from the results.
 #
-#   scripts/codecs.sh --text FILE --calibration FILE [--out DIR] [--models NAMES] [--quick] [part ...]
+#   scripts/codecs.sh --text FILE --calibration FILE [--out DIR] [--models NAMES] [--groups NAMES]
+#                     [--quick] [part ...]
 #
 # --models: of qwen2.5-coder-0.5b smollm2 gemma3-270m, by default all, separated by commas.
+# --groups: of kivi papers token wf, what `field` measures, by default all.
 # --quick: two chunks (2,048 positions) everywhere, to see that all works.
 # Parts, by default all: calibrate (bits of layers, on another text; half an hour on two cores), cells
 # (wf with these, at four sizes, 40,960 positions, Gemma 8,192; an hour and a half), field (all formats,
-# 8,192 positions; two and a half hours; or one by one field-kivi, field-papers, field-token, field-wf,
-# field-floor), depth (4,000 generated tokens), kernels, table. A part's results are a file per model, so
-# that two cores are used best by two processes on one core each (taskset), with other models or parts.
+# 8,192 positions; two hours), field-floor (an exact cache, and QEvict's own format), depth (4,000
+# generated tokens), kernels, table. A part's results are files per model, so that two cores are used
+# best by two processes on one core each (taskset), with other models or parts.
 # The texts are WikiText-2's test file (raw) and, for calibrate, another one, such as its validation
 # file; neither is part of the repository.
 set -euo pipefail
@@ -21,7 +23,7 @@ out="$repo_dir/bench/results/codecs"
 text='' calibration=''
 models=(qwen2.5-coder-0.5b smollm2 gemma3-270m)
 cell_chunks=40 field_chunks=8
-field_parts=(field-{kivi,papers,token,wf,floor})
+groups=(kivi papers token wf)
 parts=()
 while [ $# -gt 0 ]; do
   case "$1" in
@@ -31,13 +33,18 @@ while [ $# -gt 0 ]; do
     --quick) cell_chunks=2 field_chunks=2; shift ;;
     --out) out=${2:?scripts/codecs.sh: --out needs a folder}; shift 2 ;;
     -h | --help) sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 0 ;;
-    calibrate | cells | depth | kernels | table) parts+=("$1"); shift ;;
-    field) parts+=("${field_parts[@]}"); shift ;;
-    field-kivi | field-papers | field-token | field-wf | field-floor) parts+=("$1"); shift ;;
-    *) echo "scripts/codecs.sh: unknown part $1 (calibrate, cells, field, depth, kernels, table)" >&2; exit 2 ;;
+    --groups) IFS=, read -ra groups <<<"${2:?scripts/codecs.sh: --groups needs names}"; shift 2 ;;
+    calibrate | cells | field | field-floor | depth | kernels | table) parts+=("$1"); shift ;;
+    *) echo "scripts/codecs.sh: unknown part $1 (calibrate, cells, field, field-floor, depth, kernels, table)" >&2; exit 2 ;;
   esac
 done
-[ ${#parts[@]} -gt 0 ] || parts=(calibrate cells "${field_parts[@]}" depth kernels table)
+for group in "${groups[@]}"; do
+  case "$group" in
+    kivi | papers | token | wf) ;;
+    *) echo "scripts/codecs.sh: unknown group $group (kivi, papers, token, wf)" >&2; exit 2 ;;
+  esac
+done
+[ ${#parts[@]} -gt 0 ] || parts=(calibrate cells field field-floor depth kernels table)
 for part in "${parts[@]}"; do
   case "$part" in
     kernels | table) continue ;;
@@ -78,6 +85,23 @@ kld() {
   save "$name" "$model" --chunks "$chunks" --prompt 1024 --score 1024 "${options[@]}"
 }
 
+# field MODEL GROUP...: a file per group, of one run, so that the full cache runs once.
+field() {
+  local model="$1" all=() group row=0
+  shift
+  for group in "$@"; do
+    local -n formats="$group"
+    all+=("${formats[@]}")
+  done
+  kld "field-$model" "$model" "$field_chunks" "${all[@]}"
+  for group in "$@"; do
+    local -n formats="$group"
+    tail -n "+$((row + 1))" "$out/field-$model.jsonl" | head -n "${#formats[@]}" >"$out/field-$group-$model.jsonl"
+    row=$((row + ${#formats[@]}))
+  done
+  rm "$out/field-$model.jsonl"
+}
+
 # save NAME MODEL OPTION...: summaries alone, without the folders of this machine. What was there stays
 # until there is better.
 save() {
@@ -109,9 +133,10 @@ for part in "${parts[@]}"; do
         if [ "$model" = gemma3-270m ]; then chunks=$field_chunks rates+=(1.75); fi
         kld "cells-$model" "$model" "$chunks" "${rates[@]/#/wf,statistics=$(statistics "$model"),bits=}"
       done ;;
-    field-*)
-      declare -n formats="${part#field-}"
-      for model in "${models[@]}"; do kld "$part-$model" "$model" "$field_chunks" "${formats[@]}"; done ;;
+    field)
+      for model in "${models[@]}"; do field "$model" "${groups[@]}"; done ;;
+    field-floor)
+      for model in "${models[@]}"; do kld "$part-$model" "$model" "$field_chunks" "${floor[@]}"; done ;;
     depth)
       for model in "${models[@]}"; do
         step "depth-$model"
