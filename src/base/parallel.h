@@ -2,7 +2,9 @@
 // sanitizer) and the plug-in can bring the threads that ggml already keeps warm.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
+#include <exception>
 #include <memory>
 #include <type_traits>
 
@@ -19,13 +21,28 @@ class ParallelFor {
   /// which thread ran it. Tasks do not throw.
   virtual void Run(size_t n, Task task, void* context) = 0;
 
-  /// The same for any callable f(size_t task, unsigned thread).
+  /// The same for any callable f(size_t task, unsigned thread). If calls threw, one of what they
+  /// threw is thrown here when all tasks are done: the others have run.
   template <typename F>
   void For(size_t n, F&& f) {
     using Fn = std::remove_reference_t<F>;
+    struct Job {
+      Fn& f;
+      std::atomic_flag thrown = ATOMIC_FLAG_INIT;
+      std::exception_ptr error = nullptr;
+    } job{f};
     Run(
-        n, [](void* c, size_t i, unsigned t) { (*static_cast<Fn*>(c))(i, t); },
-        const_cast<void*>(static_cast<const void*>(&f)));
+        n,
+        [](void* c, size_t i, unsigned t) {
+          Job& j = *static_cast<Job*>(c);
+          try {
+            j.f(i, t);
+          } catch (...) {
+            if (!j.thrown.test_and_set()) j.error = std::current_exception();
+          }
+        },
+        &job);
+    if (job.error) std::rethrow_exception(job.error);
   }
 };
 

@@ -5,6 +5,8 @@
 #include <atomic>
 #include <cstdint>
 #include <numeric>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 namespace qevict {
@@ -44,6 +46,24 @@ TEST(ParallelTest, PerThreadScratchIsNotShared) {
                              0);  // one writer per entry, or the thread sanitizer complains
   pool->For(1000, [&](size_t i, unsigned thread) { sums[thread] += i; });
   EXPECT_EQ(std::accumulate(sums.begin(), sums.end(), uint64_t{0}), 499500u);
+}
+
+TEST(ParallelTest, WhatATaskThrowsComesOutWhenAllHaveRun) {
+  for (unsigned n_threads : {1u, 2u, 4u}) {
+    const auto pool = MakeThreadPool(n_threads);
+    for (int round = 0; round < 100; ++round) {
+      std::vector<int> calls(64, 0);
+      const auto task = [&](size_t i, unsigned) {
+        ++calls[i];
+        if (i % 9 == 5) throw std::runtime_error(std::to_string(i));
+      };
+      EXPECT_THROW(pool->For(calls.size(), task), std::runtime_error);
+      EXPECT_EQ(std::accumulate(calls.begin(), calls.end(), 0), 64);
+    }
+    size_t sum = 0;
+    pool->For(1, [&](size_t, unsigned) { sum += 1; });
+    EXPECT_EQ(sum, 1u);
+  }
 }
 
 TEST(ParallelTest, UnusedPoolStops) {

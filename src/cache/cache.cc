@@ -298,29 +298,39 @@ bool KvCache::NoteStep(SeqId seq, uint32_t n, bool decode) {
   return impl_->NoteStep(seq, n, decode);
 }
 
-Status KvCache::Impl::CheckedAfterRoute(Status status) {
-  FinishChange();
-  if (!status.ok() || !config.check) return status;
+/// What --check finds wrong.
+Status KvCache::Impl::CheckSound() const {
+  if (!config.check) return {};
   const std::vector<std::string> violations = Validate();
-  return violations.empty() ? status : Internal(violations.front());
+  return violations.empty() ? Status() : Internal(violations.front());
+}
+
+/// Runs an event, or one layer of it; `last`: the event ends with it.
+template <typename F>
+Status KvCache::Impl::RunEvent(bool last, const F& event) {
+  const uint64_t start = Nanoseconds();
+  FinishRestore();
+  Status status;
+  try {
+    status = event();
+    FinishChange();
+    if (status.ok()) status = CheckSound();
+  } catch (const std::bad_alloc&) {
+    status = ResourceExhausted("the system refuses memory for a routing event");
+    FinishChange();
+  }
+  if (status.ok() && last && Routes()) ++counters.events;
+  counters.route_ns += Nanoseconds() - start;
+  return status;
 }
 
 Status KvCache::Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, ParallelFor& pool) {
-  const uint64_t start = Nanoseconds();
-  impl_->FinishRestore();
-  Status status = impl_->Route(il, seq, reserve_tokens, pool);
-  if (status.ok() && il + 1 == n_layers() && impl_->Routes()) ++impl_->counters.events;
-  impl_->counters.route_ns += Nanoseconds() - start;
-  return impl_->CheckedAfterRoute(std::move(status));
+  return impl_->RunEvent(il + 1 == n_layers(),
+                         [&] { return impl_->Route(il, seq, reserve_tokens, pool); });
 }
 
 Status KvCache::RouteAll(SeqId seq, uint32_t reserve_tokens, ParallelFor& pool) {
-  const uint64_t start = Nanoseconds();
-  impl_->FinishRestore();
-  Status status = impl_->RouteAll(seq, reserve_tokens, pool);
-  if (status.ok() && impl_->Routes()) ++impl_->counters.events;
-  impl_->counters.route_ns += Nanoseconds() - start;
-  return impl_->CheckedAfterRoute(std::move(status));
+  return impl_->RunEvent(true, [&] { return impl_->RouteAll(seq, reserve_tokens, pool); });
 }
 
 bool KvCache::NeedsBoundedRoute(uint32_t il, SeqId seq) const {

@@ -1,4 +1,5 @@
-// Commit: carries a plan of one layer out, all or nothing.
+// Commit: carries a plan of one layer out, all or nothing; if the system refuses memory to a codec,
+// evictions alone.
 //
 //   1 reserve   both pools grow to what they need at the end; if that fails, nothing has changed
 //   2 evict     slots of evicted units are freed
@@ -10,6 +11,7 @@
 // Between 1 and 6 a layer holds its new codes beside its old rows: the transient is at most the
 // layer's newly packed bytes. It is the only moment at which the arena may exceed the budget.
 #include <cstring>
+#include <new>
 
 #include "cache/kv_cache_impl.h"
 #include "codecs/codec.h"
@@ -26,7 +28,8 @@ SortedMoves KvCache::Impl::SortMoves(uint32_t il, const std::vector<UnitMove>& m
   for (const UnitMove& m : moves) {
     UnitRecord& u = sequences[m.seq]->layers[il].units[m.index];
     if (m.to.tier == Tier::kEvicted) {
-      out.evict.push_back(&u);
+      if (u.has_codes()) out.free_packed.push_back(&u);
+      if (u.has_full()) out.free_full.push_back(&u);
     } else if (m.to.tier == Tier::kFull) {
       if (!u.has_full()) out.promote.push_back(&u);
     } else {
@@ -132,6 +135,9 @@ Status KvCache::Impl::ReserveForCommit(uint32_t il, size_t n_full, size_t n_pack
                              std::to_string(after + TableBytes()) + " bytes; the limit is " +
                              std::to_string(Limit()));
   }
+  GrowTight(p.packed.owners, n_packed);
+  GrowTight(p.full.owners, n_full);
+  if (config.check) p.packed.checksums.reserve(n_packed);
   arena.SetLimit(SIZE_MAX);
   const size_t packed_before = p.packed.region->n_slots();
   Status status;
@@ -147,45 +153,40 @@ Status KvCache::Impl::ReserveForCommit(uint32_t il, size_t n_full, size_t n_pack
 Status KvCache::Impl::Commit(uint32_t il, std::vector<UnitMove>& moves, ParallelFor& pool) {
   ShapePools& p = PoolsOf(il);
   SortedMoves sorted = SortMoves(il, moves);
-  size_t n_full = p.full.used() + sorted.promote.size() - sorted.demote.size();
-  size_t n_packed = p.packed.used() + sorted.encode.size();
-  for (const UnitRecord* u : sorted.evict) {
-    n_full -= u->has_full() ? 1 : 0;
-    n_packed -= u->has_codes() ? 1 : 0;
-  }
+  const size_t n_full =
+      p.full.used() + sorted.promote.size() - sorted.demote.size() - sorted.free_full.size();
+  const size_t n_packed = p.packed.used() + sorted.encode.size() - sorted.free_packed.size();
   QEVICT_RETURN_IF_ERROR(ReserveForCommit(il, n_full, n_packed));
 
   if (!sorted.encode.empty()) LearnCodec(il);
+  // From here on nothing allocates but codecs.
   for (auto& [u, on] : sorted.pin) {
     u->set_pinned(on);
     counters.promotions += on ? 1 : 0;
   }
-  FreeSlots(il, true, sorted.evict);
-  FreeSlots(il, false, sorted.evict);
-  EncodeAll(il, sorted.encode, pool);
-  FreeSlots(il, false, sorted.demote);
-  for (UnitRecord* u : sorted.demote) windows[u->window].flags |= WindowRecord::kSealed;
-  DecodeAll(il, sorted.promote, pool);
-  counters.evictions += sorted.evict.size();
-  counters.first_encodings += sorted.encode.size();
-  counters.demotions += sorted.demote.size();
-  counters.promotions += sorted.promote.size();
-  if (!sorted.evict.empty()) ForgetEvicted(il, moves);
+  FreeSlots(il, true, sorted.free_packed);
+  FreeSlots(il, false, sorted.free_full);
+  Status status = EncodeAll(il, sorted.encode, pool);
+  if (status.ok()) {
+    counters.first_encodings += sorted.encode.size();
+    counters.demotions += sorted.demote.size();
+    FreeSlots(il, false, sorted.demote);
+    for (UnitRecord* u : sorted.demote) windows[u->window].flags |= WindowRecord::kSealed;
+    status = DecodeAll(il, sorted.promote, pool);
+  }
+  if (status.ok()) counters.promotions += sorted.promote.size();
+  counters.evictions += ForgetEvicted(il, moves);
   TrimPools();
-  return {};
+  return status;
 }
 
-/// Frees one kind of slot of units, from the highest slot down: then a hole is never filled with a
-/// slot that is about to go.
-void KvCache::Impl::FreeSlots(uint32_t il, bool packed, const std::vector<UnitRecord*>& units) {
-  std::vector<UnitRecord*> held;
-  for (UnitRecord* u : units) {
-    if (packed ? u->has_codes() : u->has_full()) held.push_back(u);
-  }
-  std::sort(held.begin(), held.end(), [packed](const UnitRecord* a, const UnitRecord* b) {
+/// Frees one kind of slot of units that have it, from the highest slot down: then a hole is never
+/// filled with a slot that is about to go.
+void KvCache::Impl::FreeSlots(uint32_t il, bool packed, std::vector<UnitRecord*>& units) {
+  std::sort(units.begin(), units.end(), [packed](const UnitRecord* a, const UnitRecord* b) {
     return packed ? a->packed_slot() > b->packed_slot() : a->full_slot > b->full_slot;
   });
-  for (UnitRecord* u : held) {
+  for (UnitRecord* u : units) {
     if (packed) {
       RemovePackedSlot(il, *u);
     } else {
@@ -201,81 +202,99 @@ void KvCache::Impl::NoteCodes(uint32_t il, const UnitRecord& u) {
   p.packed.checksums[u.packed_slot()] = Checksum(PackedSlot(il, u), p.packed_bytes());
 }
 
-void KvCache::Impl::EncodeAll(uint32_t il, const std::vector<UnitRecord*>& units,
-                              ParallelFor& pool) {
-  if (units.empty()) return;
+/// write(unit, k, v) for each of the units, in parallel, with floats for the rows of one kv head.
+/// Codecs may allocate: false if that failed for any of them.
+template <typename F>
+bool KvCache::Impl::ForUnits(uint32_t il, const std::vector<UnitRecord*>& units, ParallelFor& pool,
+                             const F& write) {
+  const LayerShape& shape = PoolsOf(il).shape;
+  const size_t k_floats = size_t{config.window} * shape.head_dim;
+  const size_t v_floats = size_t{config.window} * shape.head_dim_v;
+  try {
+    std::vector<float> scratch(pool.n_threads() * (k_floats + v_floats));
+    pool.For(units.size(), [&](size_t i, unsigned thread) {
+      float* k = scratch.data() + thread * (k_floats + v_floats);
+      write(*units[i], k, k + k_floats);
+    });
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+  return true;
+}
+
+/// All of them, or none has codes.
+Status KvCache::Impl::EncodeAll(uint32_t il, const std::vector<UnitRecord*>& units,
+                                ParallelFor& pool) {
+  if (units.empty()) return {};
   ShapePools& p = PoolsOf(il);
-  GrowTight(p.packed.owners, p.packed.used() + units.size());
   for (UnitRecord* u : units) {
     u->set_packed_slot(static_cast<uint32_t>(p.packed.used()));
     p.packed.owners.push_back({u->window, il});
   }
   p.n_dormant += units.size();  // until their full slots are freed
   if (config.check) p.packed.checksums.resize(p.packed.used());
-  const size_t k_floats = size_t{config.window} * p.shape.head_dim;
-  const size_t v_floats = size_t{config.window} * p.shape.head_dim_v;
-  std::vector<float> scratch(pool.n_threads() * (k_floats + v_floats));
-  pool.For(units.size(), [&](size_t i, unsigned thread) {
-    float* k = scratch.data() + thread * (k_floats + v_floats);
-    uint8_t* block = PackedSlot(il, *units[i]);
-    EncodeUnit(il, *units[i], block, k, k + k_floats);
-    NoteCodes(il, *units[i]);
-  });
+  if (ForUnits(il, units, pool, [&](const UnitRecord& u, float* k, float* v) {
+        EncodeUnit(il, u, PackedSlot(il, u), k, v);
+        NoteCodes(il, u);
+      }))
+    return {};
+  for (size_t i = units.size(); i-- > 0;) RemovePackedSlot(il, *units[i]);
+  return ResourceExhausted("the system refuses memory to encode " + std::to_string(units.size()) +
+                           " windows of layer " + std::to_string(il));
 }
 
-void KvCache::Impl::DecodeAll(uint32_t il, const std::vector<UnitRecord*>& units,
-                              ParallelFor& pool) {
-  if (units.empty()) return;
+/// All of them, or none has a full slot.
+Status KvCache::Impl::DecodeAll(uint32_t il, const std::vector<UnitRecord*>& units,
+                                ParallelFor& pool) {
+  if (units.empty()) return {};
   ShapePools& p = PoolsOf(il);
-  GrowTight(p.full.owners, p.full.used() + units.size());
   for (UnitRecord* u : units) {
     u->full_slot = static_cast<uint32_t>(p.full.used());
     p.full.owners.push_back({u->window, il});
   }
   p.n_dormant += units.size();
-  const size_t k_floats = size_t{config.window} * p.shape.head_dim;
-  const size_t v_floats = size_t{config.window} * p.shape.head_dim_v;
-  std::vector<float> scratch(pool.n_threads() * (k_floats + v_floats));
-  pool.For(units.size(), [&](size_t i, unsigned thread) {
-    float* k = scratch.data() + thread * (k_floats + v_floats);
-    uint8_t* full = FullSlot(il, *units[i]);
-    std::memset(full, 0, p.full_bytes());  // the slot may have had another owner
-    DecodeUnit(il, *units[i], full, k, k + k_floats);
-  });
+  if (ForUnits(il, units, pool, [&](const UnitRecord& u, float* k, float* v) {
+        std::memset(FullSlot(il, u), 0, p.full_bytes());  // the slot may have had another owner
+        DecodeUnit(il, u, FullSlot(il, u), k, v);
+      }))
+    return {};
+  for (size_t i = units.size(); i-- > 0;) RemoveFullSlot(il, *units[i]);
+  return ResourceExhausted("the system refuses memory to decode " + std::to_string(units.size()) +
+                           " windows of layer " + std::to_string(il));
 }
 
-/// Removes records of units without slots, and windows that no layer holds any more.
-void KvCache::Impl::ForgetEvicted(uint32_t il, const std::vector<UnitMove>& moves) {
+/// Removes records of units without slots, and windows that no layer holds any more. Returns the
+/// number of units.
+size_t KvCache::Impl::ForgetEvicted(uint32_t il, const std::vector<UnitMove>& moves) {
+  size_t n_gone = 0;
   SeqId last = kNone;
   for (const UnitMove& m : moves) {  // moves come sequence by sequence
     if (m.seq == last) continue;
     last = m.seq;
     Sequence& s = *sequences[last];
     std::vector<UnitRecord>& units = s.layers[il].units;
-    std::vector<WindowId> gone;
     size_t kept = 0;
+    bool dropped = false;
     for (const UnitRecord& u : units) {
       if (u.has_full() || u.has_codes()) {
         units[kept++] = u;
-      } else {
-        gone.push_back(u.window);
+        continue;
       }
-    }
-    units.resize(kept);
-    TrimUnits(s.layers[il]);
-    bool dropped = false;
-    for (const WindowId id : gone) {
-      WindowRecord& w = windows[id];
+      WindowRecord& w = windows[u.window];
       w.flags |= WindowRecord::kSealed;
       if (--w.n_units > 0 || w.n_created < layers.size()) continue;
-      DropEvictedWindow(id);
+      DropEvictedWindow(u.window);
       dropped = true;
     }
+    n_gone += units.size() - kept;
+    units.resize(kept);
+    TrimUnits(s.layers[il]);
     if (dropped) {
       std::erase_if(s.windows, [&](WindowId id) { return !windows[id].in_use(); });
       TrimTight(s.windows);
     }
   }
+  return n_gone;
 }
 
 }  // namespace qevict

@@ -17,6 +17,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <new>
 #include <span>
 #include <string>
 #include <vector>
@@ -49,15 +50,18 @@ template <typename T>
 void GrowTight(std::vector<T>& v, size_t n) {
   if (v.capacity() < n) v.reserve(n + std::max<size_t>(4, n / 16));
 }
-/// Gives capacity beyond two growth steps back.
+/// Gives capacity beyond two growth steps back, if the system has room for a copy meanwhile.
 template <typename T>
-void TrimTight(std::vector<T>& v) {
+void TrimTight(std::vector<T>& v) noexcept {
   const size_t n = v.size();
   if (v.capacity() <= (n == 0 ? 0 : n + 2 * std::max<size_t>(4, n / 16))) return;
-  std::vector<T> fresh;
-  if (n > 0) fresh.reserve(n + std::max<size_t>(4, n / 16));
-  fresh.assign(v.begin(), v.end());
-  v.swap(fresh);
+  try {
+    std::vector<T> fresh;
+    if (n > 0) fresh.reserve(n + std::max<size_t>(4, n / 16));
+    fresh.assign(v.begin(), v.end());
+    v.swap(fresh);
+  } catch (const std::bad_alloc&) {  // it stays as large as it is
+  }
 }
 /// Capacity in bytes after growing to size + added.
 template <typename T>
@@ -206,7 +210,8 @@ struct UnitMove {
 
 /// Moves of a commit by kind; `demote` includes `encode`.
 struct SortedMoves {
-  std::vector<UnitRecord*> evict, encode, demote, promote;
+  std::vector<UnitRecord*> free_packed, free_full;  // of evicted units
+  std::vector<UnitRecord*> encode, demote, promote;
   std::vector<std::pair<UnitRecord*, bool>> pin;
 };
 
@@ -363,7 +368,9 @@ struct KvCache::Impl {
   void KeepLastRows(Sequence& s, uint32_t n);
   Status Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, ParallelFor& pool);
   Status RouteAll(SeqId seq, uint32_t reserve_tokens, ParallelFor& pool);
-  Status CheckedAfterRoute(Status status);
+  Status CheckSound() const;
+  template <typename F>
+  Status RunEvent(bool last, const F& event);
   bool NeedsBoundedRoute(uint32_t il, SeqId seq) const;
   void AddMass(uint32_t il, std::span<const WindowId> ids, const float* mass, size_t head_stride,
                uint32_t n_heads, uint32_t n_queries);
@@ -378,10 +385,13 @@ struct KvCache::Impl {
   Status Commit(uint32_t il, std::vector<UnitMove>& moves, ParallelFor& pool);
   SortedMoves SortMoves(uint32_t il, const std::vector<UnitMove>& moves);
   Status ReserveForCommit(uint32_t il, size_t n_full, size_t n_packed);
-  void FreeSlots(uint32_t il, bool packed, const std::vector<UnitRecord*>& units);
-  void EncodeAll(uint32_t il, const std::vector<UnitRecord*>& units, ParallelFor& pool);
-  void DecodeAll(uint32_t il, const std::vector<UnitRecord*>& units, ParallelFor& pool);
-  void ForgetEvicted(uint32_t il, const std::vector<UnitMove>& moves);
+  void FreeSlots(uint32_t il, bool packed, std::vector<UnitRecord*>& units);
+  template <typename F>
+  bool ForUnits(uint32_t il, const std::vector<UnitRecord*>& units, ParallelFor& pool,
+                const F& write);
+  Status EncodeAll(uint32_t il, const std::vector<UnitRecord*>& units, ParallelFor& pool);
+  Status DecodeAll(uint32_t il, const std::vector<UnitRecord*>& units, ParallelFor& pool);
+  size_t ForgetEvicted(uint32_t il, const std::vector<UnitMove>& moves);
   void EncodeUnit(uint32_t il, const UnitRecord& u, uint8_t* block, float* k, float* v) const;
   void DecodeUnit(uint32_t il, const UnitRecord& u, uint8_t* full, float* k, float* v) const;
 

@@ -245,13 +245,18 @@ Status KvCache::Impl::Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, Par
 /// too.
 Status KvCache::Impl::RouteAll(SeqId seq, uint32_t reserve_tokens, ParallelFor& pool) {
   const auto route_layers = [&](SeqId id, uint32_t reserve) {
+    struct Scope {  // also if the system refuses memory
+      Impl& cache;
+      ~Scope() {
+        cache.routing_all = false;
+        cache.FinishChange();
+      }
+    } scope{*this};
     routing_all = true;
     Status status;
     for (uint32_t il = 0; il < layers.size() && status.ok(); ++il) {
       status = Route(il, id, reserve, pool);
     }
-    routing_all = false;
-    FinishChange();
     return status;
   };
   QEVICT_RETURN_IF_ERROR(route_layers(seq, reserve_tokens));

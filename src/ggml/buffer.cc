@@ -4,7 +4,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <new>
+#include <memory>
+#include <string>
 
 #include "ggml/device.h"
 #include "ggml/guard.h"
@@ -46,6 +47,13 @@ void* GetBase(ggml_backend_buffer_t buffer) {
                        : reinterpret_cast<void*>(kAlignment);  // dummy buffers must not be null
 }
 
+/// For callbacks that can report nothing: what fails, or the system refuses, is logged.
+template <typename F>
+void LogFailure(const char* what, const F& fn) {
+  const Status status = Guarded(fn);
+  if (!status.ok()) LogError(std::string(what) + ": " + status.message());
+}
+
 /// One more tensor of a cache.
 Status AddCacheTensor(BufferContext* context, ggml_tensor* tensor) {
   const Result<Config>& config = context->session->config;
@@ -76,7 +84,10 @@ ggml_status InitTensor(ggml_backend_buffer_t buffer, ggml_tensor* tensor) {
 void MemsetTensor(ggml_backend_buffer_t, ggml_tensor* tensor, uint8_t value, size_t offset,
                   size_t size) {
   if (IsVirtual(tensor)) {
-    GroupOf(Root(tensor))->ZeroBytes(Root(tensor), OffsetInRoot(tensor) + offset, size);
+    LogFailure("clearing cells", [&] {
+      GroupOf(Root(tensor))->ZeroBytes(Root(tensor), OffsetInRoot(tensor) + offset, size);
+      return Status();
+    });
     return;
   }
   std::memset(static_cast<char*>(tensor->data) + offset, value, size);
@@ -88,12 +99,11 @@ void SetTensor(ggml_backend_buffer_t, ggml_tensor* tensor, const void* data, siz
     std::memcpy(static_cast<char*>(tensor->data) + offset, data, size);
     return;
   }
-  const Status status = Guarded([&] {
+  LogFailure("restoring state", [&] {
     return GroupOf(Root(tensor))
         ->WriteBytes(Root(tensor), OffsetInRoot(tensor) + offset, size,
                      static_cast<const uint8_t*>(data));
   });
-  if (!status.ok()) LogError("restoring state: " + status.message());
 }
 
 void GetTensor(ggml_backend_buffer_t, const ggml_tensor* tensor, void* data, size_t offset,
@@ -102,8 +112,11 @@ void GetTensor(ggml_backend_buffer_t, const ggml_tensor* tensor, void* data, siz
     std::memcpy(data, static_cast<const char*>(tensor->data) + offset, size);
     return;
   }
-  GroupOf(Root(tensor))
-      ->ReadBytes(Root(tensor), OffsetInRoot(tensor) + offset, size, static_cast<uint8_t*>(data));
+  LogFailure("saving state", [&] {
+    GroupOf(Root(tensor))
+        ->ReadBytes(Root(tensor), OffsetInRoot(tensor) + offset, size, static_cast<uint8_t*>(data));
+    return Status();
+  });
 }
 
 bool CopyTensor(ggml_backend_buffer_t, const ggml_tensor* src, ggml_tensor* dst) {
@@ -115,15 +128,17 @@ bool CopyTensor(ggml_backend_buffer_t, const ggml_tensor* src, ggml_tensor* dst)
     return true;
   }
   if (!IsOurs(Root(src)->buffer) || !IsVirtual(src) || Root(src) != Root(dst)) return false;
-  const Status status = Guarded([&] { return GroupOf(Root(dst))->CopyStream(src, dst); });
-  if (!status.ok()) LogError("copying a sequence: " + status.message());
+  LogFailure("copying a sequence", [&] { return GroupOf(Root(dst))->CopyStream(src, dst); });
   return true;
 }
 
 void ClearBuffer(ggml_backend_buffer_t buffer, uint8_t value) {
   BufferContext* context = Context(buffer);
   if (context->group) {
-    context->group->Clear();
+    LogFailure("clearing the cache", [&] {
+      context->group->Clear();
+      return Status();
+    });
   } else if (context->base) {
     std::memset(context->base, value, context->size);
   }
@@ -145,30 +160,37 @@ const ggml_backend_buffer_i kBufferInterface = {
 
 const char* BufferTypeName(ggml_backend_buffer_type_t) { return "QEVICT"; }
 
+Result<std::unique_ptr<BufferContext>> MakeContext(size_t size) {
+  auto context = std::make_unique<BufferContext>();
+  context->session = Sessions::Get().Find(0);
+  if (!context->session) context->session = Sessions::Get().CreateUnlisted();
+  if (size == 0) return context;
+  if (!context->session->refusal.empty()) return FailedPrecondition(context->session->refusal);
+  // MAP_NORESERVE: the range of a cache may exceed the machine's memory, since it is never touched.
+  void* base = mmap(nullptr, size, PROT_READ | PROT_WRITE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (base == MAP_FAILED) {
+    return ResourceExhausted("the system refuses an address range of " + std::to_string(size) +
+                             " bytes");
+  }
+  context->base = static_cast<uint8_t*>(base);
+  context->size = size;
+  return context;
+}
+
 ggml_backend_buffer_t AllocBuffer(ggml_backend_buffer_type_t buft, size_t size) {
-  std::shared_ptr<Session> session = Sessions::Get().Find(0);
-  if (!session) session = Sessions::Get().CreateUnlisted();
-  if (size && !session->refusal.empty()) {
-    LogRefusal(session->refusal);
+  std::unique_ptr<BufferContext> context;
+  const Status status = Guarded([&]() -> Status {
+    Result<std::unique_ptr<BufferContext>> made = MakeContext(size);
+    if (!made.ok()) return made.status();
+    context = std::move(*made);
+    return {};
+  });
+  if (!status.ok()) {
+    LogRefusal(status.message());
     return nullptr;
   }
-  auto* context = new (std::nothrow) BufferContext;
-  if (!context) return nullptr;
-  context->session = std::move(session);
-  if (size) {
-    // MAP_NORESERVE: the range of a cache may exceed the machine's memory, since it is never
-    // touched.
-    void* base = mmap(nullptr, size, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (base == MAP_FAILED) {
-      LogRefusal("the system refuses an address range of " + std::to_string(size) + " bytes");
-      delete context;
-      return nullptr;
-    }
-    context->base = static_cast<uint8_t*>(base);
-    context->size = size;
-  }
-  return ggml_backend_buffer_init(buft, kBufferInterface, context, size);
+  return ggml_backend_buffer_init(buft, kBufferInterface, context.release(), size);
 }
 
 size_t Alignment(ggml_backend_buffer_type_t) { return kAlignment; }

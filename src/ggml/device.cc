@@ -5,9 +5,11 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <memory>
 #include <string>
 
 #include "ggml/buffer.h"
+#include "ggml/guard.h"
 #include "ggml/lineage.h"
 #include "ggml/log.h"
 #include "ggml/session.h"
@@ -91,8 +93,15 @@ void DeviceProps(ggml_backend_dev_t dev, ggml_backend_dev_props* props) {
 }
 
 ggml_backend_t InitBackend(ggml_backend_dev_t dev, const char*) {
-  auto* session = new std::shared_ptr<Session>(Sessions::Get().Create());
-  return new ggml_backend{Guid(), kBackendInterface, dev, session};
+  ggml_backend_t backend = nullptr;
+  const Status status = Guarded([&] {
+    auto session = std::make_unique<std::shared_ptr<Session>>(Sessions::Get().Create());
+    backend = new ggml_backend{Guid(), kBackendInterface, dev, session.get()};
+    session.release();
+    return Status();
+  });
+  if (!status.ok()) LogRefusal(status.message());
+  return backend;
 }
 
 ggml_backend_buffer_type_t DeviceBufferType(ggml_backend_dev_t) { return BufferType(); }
