@@ -106,19 +106,13 @@ void KvCache::Impl::DecodeUnit(uint32_t il, const UnitRecord& u, uint8_t* full, 
   const WindowPhases phases(layers[il].rope, w,
                             codec.before_rope() || codec.key_mean(0) != nullptr);
   uint16_t row[kMaxHeadDim];
-  float mean[kMaxHeadDim];
   for (uint32_t h = 0; h < p.shape.n_kv_heads; ++h) {
     uint8_t* out = full + h * p.full_head_bytes;
     uint16_t* values = reinterpret_cast<uint16_t*>(out + size_t{config.window} * d * 2);
     codec.Decode(h, n, PackedSlot(il, u) + h * p.packed_head_bytes, k, v);
     for (uint32_t t = 0; t < n; ++t) {
       float* key = k + size_t{t} * d;
-      if (codec.key_mean(h) != nullptr) {
-        std::copy_n(codec.key_mean(h), d, mean);
-        if (!codec.before_rope()) phases.Rotate(t, mean);
-        for (uint32_t c = 0; c < d; ++c) key[c] += mean[c];
-      }
-      if (codec.before_rope()) phases.Rotate(t, key);
+      codec.FinishKey(h, {key, d}, [&](float* x) { phases.Rotate(t, x); });
       ConvertTo16(key, d, p.shape.elem_k, row);
       StoreKeyRow(out, config.window, d, t, row);
     }

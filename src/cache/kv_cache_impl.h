@@ -37,7 +37,7 @@
 namespace qevict {
 
 inline constexpr uint32_t kMaxWindow = 32;
-inline constexpr uint32_t kMaxHeadDim = 512;
+inline constexpr uint32_t kMaxHeadDim = kernels::kMaxChannels;
 /// Cell map: bit 31 set (and not kNone) = a token of sequence (value & ~mark) that is evicted in
 /// every layer.
 inline constexpr uint32_t kEvictedMark = 0x80000000u;

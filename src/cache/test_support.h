@@ -172,13 +172,11 @@ class Engine {
       if (rotates) {
         RopeCosSin(rope_, ref.pos0 + static_cast<int32_t>(t) * ref.pos_stride, phases.data());
       }
-      const codecs::Codec& codec = cache_->codec(il);
-      if (is_k && codec.key_mean(h) != nullptr) {
-        std::vector<float> mean(codec.key_mean(h), codec.key_mean(h) + d);
-        if (rotates) RopeRotate(rope_, phases.data(), mean.data());
-        for (uint32_t i = 0; i < d; ++i) one[i] += mean[i];
+      if (is_k) {
+        cache_->codec(il).FinishKey(h, one, [&](float* key) {
+          if (rotates) RopeRotate(rope_, phases.data(), key);
+        });
       }
-      if (rotates && codec.before_rope()) RopeRotate(rope_, phases.data(), one.data());
       out.insert(out.end(), one.begin(), one.end());
     }
     return out;

@@ -157,19 +157,14 @@ class PackedLayer {
     kernels::LayerRows rows;
     rows.keys.resize(size_t{n_windows} * w * shape_.n_kv_heads * d);
     rows.values.resize(rows.keys.size());
-    std::vector<float> k(size_t{w} * d), v(size_t{w} * d), mean(d);
+    std::vector<float> k(size_t{w} * d), v(size_t{w} * d);
     for (uint32_t i = 0; i < n_windows; ++i) {
       for (uint32_t h = 0; h < shape_.n_kv_heads; ++h) {
         codec_->Decode(h, w, windows_[i].data + h * head_bytes_, k.data(), v.data());
         for (uint32_t t = 0; t < w; ++t) {
           float* key = k.data() + size_t{t} * d;
           const auto position = static_cast<int32_t>(i * w + t);
-          if (codec_->before_rope()) Rotate(position, key);
-          if (codec_->key_mean(h)) {
-            std::copy_n(codec_->key_mean(h), d, mean.begin());
-            Rotate(position, mean.data());
-            for (uint32_t c = 0; c < d; ++c) key[c] += mean[c];
-          }
+          codec_->FinishKey(h, {key, d}, [&](float* x) { Rotate(position, x); });
           const size_t at = ((size_t{i} * w + t) * shape_.n_kv_heads + h) * d;
           std::copy_n(key, d, rows.keys.data() + at);
           std::copy_n(v.data() + size_t{t} * d, d, rows.values.data() + at);

@@ -1,6 +1,7 @@
 // Packed formats. Each file states one format as a specification: id, exact bytes, encode, decode.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -47,6 +48,20 @@ class Codec {
   /// Inverse: k [n][D], v [n][Dv] f32 (either may be null).
   virtual void Decode(uint32_t kv_head, uint32_t n, const uint8_t* block, float* k,
                       float* v) const = 0;
+
+  /// Makes a decoded key, of up to kernels::kMaxChannels channels, what queries meet. rotate(float* key)
+  /// turns one by the token's position.
+  template <typename F>
+  void FinishKey(uint32_t kv_head, std::span<float> key, const F& rotate) const {
+    const float* mean = key_mean(kv_head);
+    if (mean != nullptr) {
+      float part[kernels::kMaxChannels];
+      std::copy_n(mean, key.size(), part);
+      if (!before_rope()) rotate(part);
+      for (size_t c = 0; c < key.size(); ++c) key[c] += part[c];
+    }
+    if (before_rope()) rotate(key.data());
+  }
 };
 
 struct WaterFillStats;

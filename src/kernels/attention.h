@@ -34,6 +34,8 @@ namespace qevict::kernels {
 
 enum class WindowFormat : uint8_t { kFull, kPacked2, kPacked4, kToken, kGrid };
 inline constexpr uint32_t kWindowFormats = 5;
+/// Most channels of a key or a value.
+inline constexpr uint32_t kMaxChannels = 512;
 
 /// One window of a layer. `data` points at the first kv head's block; kv head h is at data + h *
 /// head_bytes[format]. Lifetime: borrowed for the call.

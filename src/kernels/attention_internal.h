@@ -25,9 +25,6 @@ inline constexpr uint32_t kPad = 16;
 /// two, for the L1's sets.
 inline constexpr uint32_t kCoefStride = 256 + kPad;
 
-/// Channels of a key or a value.
-inline constexpr uint32_t kMaxChannels = 512;
-
 /// Logits are kept in units of ln 2.
 inline constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.69314718055994531f;
 

@@ -33,20 +33,14 @@ void DecodePacked(const uint8_t* block, const LayerShape& shape, const codecs::C
                   uint32_t kv_head, const kernels::WindowRef& ref, const kernels::RopeTable* rope,
                   uint32_t n, float* k, float* v) {
   codec.Decode(kv_head, n, block, k, v);
-  const float* mean = codec.key_mean(kv_head);
-  const auto rotate = [&](uint32_t t, float* key) {
-    if (!rope) return;
-    std::vector<float> cos_sin(rope->params().n_dims);
-    RopeCosSin(rope->params(), ref.pos0 + static_cast<int32_t>(t) * ref.pos_stride, cos_sin.data());
-    RopeRotate(rope->params(), cos_sin.data(), key);
-  };
   for (uint32_t t = 0; t < n; ++t) {
-    float* key = k + size_t{t} * shape.head_dim;
-    if (codec.before_rope()) rotate(t, key);
-    if (!mean) continue;
-    std::vector<float> part(mean, mean + shape.head_dim);
-    if (!codec.before_rope()) rotate(t, part.data());
-    for (uint32_t c = 0; c < shape.head_dim; ++c) key[c] += part[c];
+    codec.FinishKey(kv_head, {k + size_t{t} * shape.head_dim, shape.head_dim}, [&](float* key) {
+      if (!rope) return;
+      std::vector<float> cos_sin(rope->params().n_dims);
+      RopeCosSin(rope->params(), ref.pos0 + static_cast<int32_t>(t) * ref.pos_stride,
+                 cos_sin.data());
+      RopeRotate(rope->params(), cos_sin.data(), key);
+    });
   }
 }
 
