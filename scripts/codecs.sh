@@ -87,19 +87,24 @@ kld() {
 
 # field MODEL GROUP...: a file per group, of one run, so that the full cache runs once.
 field() {
-  local model="$1" all=() group row=0
+  local model="$1" all=() group row=1 name
   shift
   for group in "$@"; do
     local -n formats="$group"
     all+=("${formats[@]}")
   done
-  kld "field-$model" "$model" "$field_chunks" "${all[@]}"
+  name="$(IFS=+; echo "field-$*")"
+  kld "$name-$model" "$model" "$field_chunks" "${all[@]}"
+  [ "$(wc -l <"$out/$name-$model.jsonl")" = "${#all[@]}" ] ||
+    { echo "scripts/codecs.sh: $out/$name-$model.jsonl lacks formats" >&2; exit 1; }
+  [ $# -gt 1 ] || return 0
   for group in "$@"; do
     local -n formats="$group"
-    tail -n "+$((row + 1))" "$out/field-$model.jsonl" | head -n "${#formats[@]}" >"$out/field-$group-$model.jsonl"
+    sed -n "$row,$((row + ${#formats[@]} - 1))p" "$out/$name-$model.jsonl" >"$out/field-$group-$model.jsonl.part"
+    mv "$out/field-$group-$model.jsonl.part" "$out/field-$group-$model.jsonl"
     row=$((row + ${#formats[@]}))
   done
-  rm "$out/field-$model.jsonl"
+  rm "$out/$name-$model.jsonl"
 }
 
 # save NAME MODEL OPTION...: summaries alone, without the folders of this machine. What was there stays

@@ -28,7 +28,7 @@ class ParallelFor {
     using Fn = std::remove_reference_t<F>;
     struct Job {
       Fn& f;
-      std::atomic_flag thrown = ATOMIC_FLAG_INIT;
+      std::atomic_flag thrown{};
       std::exception_ptr error = nullptr;
     } job{f};
     Run(

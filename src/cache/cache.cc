@@ -298,7 +298,7 @@ bool KvCache::NoteStep(SeqId seq, uint32_t n, bool decode) {
   return impl_->NoteStep(seq, n, decode);
 }
 
-/// What --check finds wrong.
+/// With Config::check: what Validate finds wrong.
 Status KvCache::Impl::CheckSound() const {
   if (!config.check) return {};
   const std::vector<std::string> violations = Validate();
@@ -313,15 +313,13 @@ Status KvCache::Impl::RunEvent(bool last, const F& event) {
   Status status;
   try {
     status = event();
-    FinishChange();
-    if (status.ok()) status = CheckSound();
   } catch (const std::bad_alloc&) {
-    status = ResourceExhausted("the system refuses memory for a routing event");
-    FinishChange();
+    status = OutOfMemory();
   }
   if (status.ok() && last && Routes()) ++counters.events;
   counters.route_ns += Nanoseconds() - start;
-  return status;
+  FinishChange();
+  return status.ok() ? CheckSound() : status;
 }
 
 Status KvCache::Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, ParallelFor& pool) {

@@ -1,5 +1,5 @@
 // Commit: carries a plan of one layer out, all or nothing; if the system refuses memory to a codec,
-// evictions alone.
+// it ends with the step before.
 //
 //   1 reserve   both pools grow to what they need at the end; if that fails, nothing has changed
 //   2 evict     slots of evicted units are freed
@@ -160,18 +160,18 @@ Status KvCache::Impl::Commit(uint32_t il, std::vector<UnitMove>& moves, Parallel
   }
   FreeSlots(il, true, sorted.free_packed);
   FreeSlots(il, false, sorted.free_full);
-  Status status = EncodeAll(il, sorted.encode, pool);
-  if (status.ok()) {
+  bool done = EncodeAll(il, sorted.encode, pool);
+  if (done) {
     counters.first_encodings += sorted.encode.size();
     counters.demotions += sorted.demote.size();
     FreeSlots(il, false, sorted.demote);
     for (UnitRecord* u : sorted.demote) windows[u->window].flags |= WindowRecord::kSealed;
-    status = DecodeAll(il, sorted.promote, pool);
+    done = DecodeAll(il, sorted.promote, pool);
   }
-  if (status.ok()) counters.promotions += sorted.promote.size();
+  if (done) counters.promotions += sorted.promote.size();
   counters.evictions += ForgetEvicted(il, moves);
   TrimPools();
-  return status;
+  return done ? Status() : OutOfMemory();
 }
 
 /// Frees one kind of slot of units that have it, from the highest slot down: then a hole is never
@@ -216,10 +216,10 @@ bool KvCache::Impl::ForUnits(uint32_t il, const std::vector<UnitRecord*>& units,
   return true;
 }
 
-/// All of them, or none has codes.
-Status KvCache::Impl::EncodeAll(uint32_t il, const std::vector<UnitRecord*>& units,
-                                ParallelFor& pool) {
-  if (units.empty()) return {};
+/// All of them, or (false) none has codes.
+bool KvCache::Impl::EncodeAll(uint32_t il, const std::vector<UnitRecord*>& units,
+                              ParallelFor& pool) {
+  if (units.empty()) return true;
   ShapePools& p = PoolsOf(il);
   for (UnitRecord* u : units) {
     u->set_packed_slot(static_cast<uint32_t>(p.packed.used()));
@@ -231,16 +231,15 @@ Status KvCache::Impl::EncodeAll(uint32_t il, const std::vector<UnitRecord*>& uni
         EncodeUnit(il, u, PackedSlot(il, u), k, v);
         NoteCodes(il, u);
       }))
-    return {};
+    return true;
   for (size_t i = units.size(); i-- > 0;) RemovePackedSlot(il, *units[i]);
-  return ResourceExhausted("the system refuses memory to encode " + std::to_string(units.size()) +
-                           " windows of layer " + std::to_string(il));
+  return false;
 }
 
-/// All of them, or none has a full slot.
-Status KvCache::Impl::DecodeAll(uint32_t il, const std::vector<UnitRecord*>& units,
-                                ParallelFor& pool) {
-  if (units.empty()) return {};
+/// All of them, or (false) none has a full slot.
+bool KvCache::Impl::DecodeAll(uint32_t il, const std::vector<UnitRecord*>& units,
+                              ParallelFor& pool) {
+  if (units.empty()) return true;
   ShapePools& p = PoolsOf(il);
   for (UnitRecord* u : units) {
     u->full_slot = static_cast<uint32_t>(p.full.used());
@@ -251,10 +250,9 @@ Status KvCache::Impl::DecodeAll(uint32_t il, const std::vector<UnitRecord*>& uni
         std::memset(FullSlot(il, u), 0, p.full_bytes());  // the slot may have had another owner
         DecodeUnit(il, u, FullSlot(il, u), k, v);
       }))
-    return {};
+    return true;
   for (size_t i = units.size(); i-- > 0;) RemoveFullSlot(il, *units[i]);
-  return ResourceExhausted("the system refuses memory to decode " + std::to_string(units.size()) +
-                           " windows of layer " + std::to_string(il));
+  return false;
 }
 
 /// Removes records of units without slots, and windows that no layer holds any more. Returns the

@@ -50,6 +50,8 @@ template <typename T>
 void GrowTight(std::vector<T>& v, size_t n) {
   if (v.capacity() < n) v.reserve(n + std::max<size_t>(4, n / 16));
 }
+/// When the system refuses memory. Short enough for a string to hold it without allocating.
+inline Status OutOfMemory() { return ResourceExhausted("out of memory"); }
 /// Gives capacity beyond two growth steps back, if the system has room for a copy meanwhile.
 template <typename T>
 void TrimTight(std::vector<T>& v) noexcept {
@@ -389,8 +391,8 @@ struct KvCache::Impl {
   template <typename F>
   bool ForUnits(uint32_t il, const std::vector<UnitRecord*>& units, ParallelFor& pool,
                 const F& write);
-  Status EncodeAll(uint32_t il, const std::vector<UnitRecord*>& units, ParallelFor& pool);
-  Status DecodeAll(uint32_t il, const std::vector<UnitRecord*>& units, ParallelFor& pool);
+  bool EncodeAll(uint32_t il, const std::vector<UnitRecord*>& units, ParallelFor& pool);
+  bool DecodeAll(uint32_t il, const std::vector<UnitRecord*>& units, ParallelFor& pool);
   size_t ForgetEvicted(uint32_t il, const std::vector<UnitMove>& moves);
   void EncodeUnit(uint32_t il, const UnitRecord& u, uint8_t* block, float* k, float* v) const;
   void DecodeUnit(uint32_t il, const UnitRecord& u, uint8_t* full, float* k, float* v) const;

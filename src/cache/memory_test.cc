@@ -1,5 +1,5 @@
-// Every single allocation of an event fails once: the cache stays sound, the next event makes up
-// for it. In a program of its own, since it replaces operator new.
+// Allocations of an event fail, one alone or one and all after it: the cache stays sound, and the
+// next event makes up for it. In a program of its own, since it replaces operator new.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -11,11 +11,13 @@
 
 namespace {
 
-/// Allocations until one fails; 0: none does.
-std::atomic<long> allocations_left{0};
+std::atomic<long> n_allocations{0};
+std::atomic<long> first_refused{0};  // 0: none is
+std::atomic<bool> others_refused{false};
 
 void* Allocate(std::size_t n) {
-  if (allocations_left.load() > 0 && allocations_left.fetch_sub(1) == 1) throw std::bad_alloc();
+  const long number = ++n_allocations, first = first_refused;
+  if (first != 0 && (number == first || (number > first && others_refused))) throw std::bad_alloc();
   if (void* p = std::malloc(n == 0 ? 1 : n)) return p;
   throw std::bad_alloc();
 }
@@ -35,12 +37,15 @@ namespace {
 struct Case {
   const char* name;
   const char* config;
+  uint32_t n_decoded;  ///< tokens after the prompt and before the event
+  bool promotes;       ///< the event takes windows back to full precision
 };
 
 class RefusedMemoryTest : public testing::TestWithParam<Case> {};
 
-/// A cache that has read 400 tokens and decoded 24.
-std::unique_ptr<Engine> MakeEngine(const Config& config, unsigned n_threads, SeqId& seq) {
+/// A cache that has read 400 tokens and decoded some.
+std::unique_ptr<Engine> MakeEngine(const Config& config, uint32_t n_decoded, unsigned n_threads,
+                                   SeqId& seq) {
   auto e = std::make_unique<Engine>(
       config, std::vector<LayerShape>{Shape(2, 32, 32), Shape(1, 32, 16)}, 1, 1024);
   EXPECT_TRUE(e->status.ok()) << e->status.message();
@@ -49,35 +54,47 @@ std::unique_ptr<Engine> MakeEngine(const Config& config, unsigned n_threads, Seq
   e->UsePool(n_threads);
   seq = e->NewSequence(0);
   EXPECT_TRUE(e->Prompt(seq, 400, 50).ok());
-  EXPECT_TRUE(e->Decode(seq, 24).ok());
+  EXPECT_TRUE(e->Decode(seq, n_decoded).ok());
   return e;
 }
 
-/// An event whose allocation number n fails. Empty: it has less.
-std::optional<Status> RouteWithout(long n, Engine& e, SeqId seq) {
-  allocations_left = n;
+/// An event whose allocation number n fails, or (others) all from there on. Empty: it has less.
+std::optional<Status> RouteWithout(long n, bool others, Engine& e, SeqId seq) {
+  others_refused = others;
+  n_allocations = 0;
+  first_refused = n;
   Status status = e.cache().RouteAll(seq, 8, e.pool());
-  if (allocations_left.exchange(0) > 0) return std::nullopt;
+  first_refused = 0;
+  if (n_allocations < n) return std::nullopt;
   return status;
 }
 
 TEST_P(RefusedMemoryTest, AnEventThatFailsLosesNothingButItself) {
   const Result<Config> config = ParseConfig(GetParam().config);
   ASSERT_TRUE(config.ok()) << config.status().message();
-  for (unsigned n_threads : {1u, 3u}) {
-    long n = 1;
-    for (;; n += 1 + n / 24) {
+  for (const auto& [n_threads, others] : {std::pair{1u, false}, {1u, true}, {3u, false}}) {
+    int n_refused = 0;
+    for (long n = 1;; n += 1 + n / 48) {
       SeqId seq = kNone;
-      const auto e = MakeEngine(*config, n_threads, seq);
+      const auto e = MakeEngine(*config, GetParam().n_decoded, n_threads, seq);
       ASSERT_TRUE(e);
       while (!e->cache().NoteStep(seq, 1, true)) {
         ASSERT_TRUE(e->Store(e->NextTokens(seq, 1)).ok());
       }
-      const std::optional<Status> status = RouteWithout(n, *e, seq);
-      if (!status) break;
-      // What is only given back may fail unseen.
-      EXPECT_TRUE(status->ok() || status->code() == StatusCode::kResourceExhausted);
-      const std::string where = "allocation " + std::to_string(n) + ", " + status->message();
+      const CacheStats before = e->cache().Stats();
+      const std::optional<Status> status = RouteWithout(n, others, *e, seq);
+      if (!status) {  // all of it was allowed: this is what could be undone
+        const CacheStats after = e->cache().Stats();
+        EXPECT_GT(after.evictions, before.evictions);
+        EXPECT_GT(after.first_encodings, before.first_encodings);
+        EXPECT_EQ(after.promotions > before.promotions, GetParam().promotes);
+        break;
+      }
+      const std::string where =
+          "allocation " + std::to_string(n) + (others ? " and all after it" : "");
+      n_refused += status->ok() ? 0 : 1;  // what makes room for others may fail unseen
+      EXPECT_TRUE(status->ok() || status->code() == StatusCode::kResourceExhausted)
+          << status->message();
       e->ExpectSound(where);
       const Status again = e->cache().RouteAll(seq, 8, e->pool());
       ASSERT_TRUE(again.ok()) << where << ": " << again.message();
@@ -85,16 +102,20 @@ TEST_P(RefusedMemoryTest, AnEventThatFailsLosesNothingButItself) {
       e->ExpectSound(where + ", decoded");
       if (testing::Test::HasFailure()) return;
     }
-    EXPECT_GT(n, 20) << "no allocation was refused";
+    EXPECT_GT(n_refused, 10);
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(
     Codecs, RefusedMemoryTest,
-    testing::Values(Case{"Kivi", "check=1,budget=90%,budget_tokens=200"},
-                    Case{"ZipCache", "check=1,budget=90%,budget_tokens=200,codec=zipcache,bits=2"},
-                    Case{"Kvquant", "check=1,budget=90%,budget_tokens=200,codec=kvquant,bits=2"},
-                    Case{"WaterFill", "check=1,budget=95%,budget_tokens=200,codec=wf,bits=2"}),
+    testing::Values(
+        Case{"KiviFirst", "budget=90%,budget_tokens=200", 0, false},
+        Case{"KiviLater", "budget=95%,budget_tokens=300,q=0.3", 40, true},
+        Case{"ZipCacheFirst", "budget=90%,budget_tokens=200,codec=zipcache,bits=2", 0, false},
+        Case{"KvquantFirst", "budget=90%,budget_tokens=200,codec=kvquant,bits=2", 0, false},
+        Case{"KvquantLater", "budget=95%,budget_tokens=300,codec=kvquant,bits=2,q=0.4", 40, true},
+        Case{"WaterFillFirst", "budget=95%,budget_tokens=200,codec=wf,bits=2", 0, false},
+        Case{"WaterFillLater", "budget=95%,budget_tokens=300,codec=wf,bits=2,q=0.4", 40, true}),
     [](const auto& param) { return std::string(param.param.name); });
 
 }  // namespace

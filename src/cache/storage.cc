@@ -79,9 +79,9 @@ Status KvCache::Impl::InitPools(std::vector<LayerShape> shapes) {
 }
 
 void KvCache::Impl::GrowUnits(LayerSeq& ls, size_t n) {
-  unit_table_bytes -= CapacityBytes(ls.units);
+  const uint64_t before = CapacityBytes(ls.units);
   GrowTight(ls.units, n);
-  unit_table_bytes += CapacityBytes(ls.units);
+  unit_table_bytes += CapacityBytes(ls.units) - before;
 }
 
 void KvCache::Impl::TrimUnits(LayerSeq& ls) {

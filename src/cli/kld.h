@@ -22,7 +22,7 @@ struct ReferenceRow {
   double log_sum;  ///< LogSumExp(logits)
 };
 /// KL(p || q) in nats of the distributions that two sets of logits stand for, p the reference, to
-/// about 1e-7 + 1e-7 KL: it can be that much below 0. Infinite if q excludes what p allows.
+/// a few 1e-7: it can be that much below 0. Infinite if q excludes what p allows.
 double KlDivergence(const ReferenceRow& p, std::span<const float> q, double q_log_sum);
 
 /// Comparison of a run with the reference at one position.

@@ -49,8 +49,8 @@ class Codec {
   virtual void Decode(uint32_t kv_head, uint32_t n, const uint8_t* block, float* k,
                       float* v) const = 0;
 
-  /// Makes a decoded key, of up to kernels::kMaxChannels channels, what queries meet. rotate(float* key)
-  /// turns one by the token's position.
+  /// Makes the key that attention uses of what Decode gives for one token: the mean added, and
+  /// turned by its position. rotate(float* key) turns one; at most kernels::kMaxChannels channels.
   template <typename F>
   void FinishKey(uint32_t kv_head, std::span<float> key, const F& rotate) const {
     const float* mean = key_mean(kv_head);

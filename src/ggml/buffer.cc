@@ -34,10 +34,12 @@ bool IsVirtual(const ggml_tensor* tensor) {
 
 void FreeBuffer(ggml_backend_buffer_t buffer) {
   BufferContext* context = Context(buffer);
-  if (context->group) context->group->LogSummary();
+  LogFailure("the summary", [&] {
+    if (context->group) context->group->LogSummary();
+    return Status();
+  });
   if (context->group && context->session)
     std::erase(context->session->groups, context->group.get());
-  if (context->base) munmap(context->base, context->size);
   delete context;
 }
 
@@ -47,11 +49,17 @@ void* GetBase(ggml_backend_buffer_t buffer) {
                        : reinterpret_cast<void*>(kAlignment);  // dummy buffers must not be null
 }
 
-/// For callbacks that can report nothing: what fails, or the system refuses, is logged.
+/// For callbacks that can report nothing: what fails, or the system refuses, is logged. True if
+/// nothing did.
 template <typename F>
-void LogFailure(const char* what, const F& fn) {
+bool LogFailure(const char* what, const F& fn) {
   const Status status = Guarded(fn);
-  if (!status.ok()) LogError(std::string(what) + ": " + status.message());
+  if (status.ok()) return true;
+  (void)Guarded([&] {
+    LogError(std::string(what) + ": " + status.message());
+    return Status();
+  });
+  return false;
 }
 
 /// One more tensor of a cache.
@@ -112,11 +120,12 @@ void GetTensor(ggml_backend_buffer_t, const ggml_tensor* tensor, void* data, siz
     std::memcpy(data, static_cast<const char*>(tensor->data) + offset, size);
     return;
   }
-  LogFailure("saving state", [&] {
+  const bool read = LogFailure("saving state", [&] {
     GroupOf(Root(tensor))
         ->ReadBytes(Root(tensor), OffsetInRoot(tensor) + offset, size, static_cast<uint8_t*>(data));
     return Status();
   });
+  if (!read) std::memset(data, 0, size);  // not what the host had there for another tensor
 }
 
 bool CopyTensor(ggml_backend_buffer_t, const ggml_tensor* src, ggml_tensor* dst) {
@@ -179,24 +188,26 @@ Result<std::unique_ptr<BufferContext>> MakeContext(size_t size) {
 }
 
 ggml_backend_buffer_t AllocBuffer(ggml_backend_buffer_type_t buft, size_t size) {
-  std::unique_ptr<BufferContext> context;
+  ggml_backend_buffer_t buffer = nullptr;
   const Status status = Guarded([&]() -> Status {
-    Result<std::unique_ptr<BufferContext>> made = MakeContext(size);
-    if (!made.ok()) return made.status();
-    context = std::move(*made);
+    Result<std::unique_ptr<BufferContext>> context = MakeContext(size);
+    if (!context.ok()) return context.status();
+    buffer = ggml_backend_buffer_init(buft, kBufferInterface, context->get(), size);
+    (void)context->release();
     return {};
   });
-  if (!status.ok()) {
-    LogRefusal(status.message());
-    return nullptr;
-  }
-  return ggml_backend_buffer_init(buft, kBufferInterface, context.release(), size);
+  if (!status.ok()) LogRefusal(status.message());
+  return buffer;
 }
 
 size_t Alignment(ggml_backend_buffer_type_t) { return kAlignment; }
 bool IsHost(ggml_backend_buffer_type_t) { return false; }
 
 }  // namespace
+
+BufferContext::~BufferContext() {
+  if (base) munmap(base, size);
+}
 
 ggml_backend_buffer_type_t BufferType() {
   static ggml_backend_buffer_type type = {

@@ -12,6 +12,11 @@
 namespace qevict::plugin {
 
 struct BufferContext {
+  BufferContext() = default;
+  BufferContext(const BufferContext&) = delete;
+  BufferContext& operator=(const BufferContext&) = delete;
+  ~BufferContext();
+
   uint8_t* base = nullptr;
   size_t size = 0;
   size_t added =

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "ggml/guard.h"
 #include "ggml/lineage.h"
 #include "ggml/log.h"
 
@@ -323,8 +324,8 @@ Status CacheGroup::CopyStream(const ggml_tensor* src, const ggml_tensor* dst) {
   copied_.assign(1, root);
   copied_streams_ = streams;
   highest_cell_[streams.second] = highest_cell_[streams.first];
-  Status status = cache_->CopyStream(streams.first, streams.second);
-  if (!status.ok()) lost_[streams.second] = "copying a sequence: " + status.message();
+  Status status = Guarded([&] { return cache_->CopyStream(streams.first, streams.second); });
+  if (!status.ok()) lost_[streams.second] = status.message();
   return status;
 }
 
@@ -341,7 +342,8 @@ Status CacheGroup::CheckLost() const {
       for (uint32_t cell = 0; cell < here.size(); ++cell) {
         if (here[cell] || !masks_[s].test(row, cell)) continue;
         return FailedPrecondition("stream " + std::to_string(stream) +
-                                  " lacks tokens that the program counts on (" + lost_[stream] +
+                                  " lacks tokens that were to be restored or copied (" +
+                                  lost_[stream] +
                                   "): remove the sequence and read its prompt again");
       }
     }

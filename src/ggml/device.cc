@@ -97,7 +97,7 @@ ggml_backend_t InitBackend(ggml_backend_dev_t dev, const char*) {
   const Status status = Guarded([&] {
     auto session = std::make_unique<std::shared_ptr<Session>>(Sessions::Get().Create());
     backend = new ggml_backend{Guid(), kBackendInterface, dev, session.get()};
-    session.release();
+    (void)session.release();
     return Status();
   });
   if (!status.ok()) LogRefusal(status.message());
@@ -138,7 +138,7 @@ void KeepPositions(const ggml_tensor* set_rows) {
   if (const ggml_tensor* rope = FindRope(set_rows->src[0])) ggml_set_output(rope->src[1]);
 }
 
-bool SupportsOp(ggml_backend_dev_t, const ggml_tensor* op) {
+bool Supports(const ggml_tensor* op) {
   const ggml_tensor* root = Root(op);
   const bool ours = IsOurs(root->buffer);
   if (IsViewOp(op->op)) return ours;
@@ -156,6 +156,17 @@ bool SupportsOp(ggml_backend_dev_t, const ggml_tensor* op) {
   if (!ours || !IsCacheTensor(root)) return false;
   if (op->op == GGML_OP_SET_ROWS) KeepPositions(op);
   return true;
+}
+
+/// An operation that the system refuses memory for is claimed, like those that are refused.
+bool SupportsOp(ggml_backend_dev_t, const ggml_tensor* op) {
+  bool supported = true;
+  const Status status = Guarded([&] {
+    supported = Supports(op);
+    return Status();
+  });
+  if (!status.ok()) LogError(status.message());
+  return supported;
 }
 
 bool SupportsBuft(ggml_backend_dev_t, ggml_backend_buffer_type_t buft) {
@@ -208,10 +219,14 @@ void WarnUncompressed(Session& session) {
 }
 
 void SetThreads(ggml_backend_t backend, int n_threads) {
-  Session* session = SessionOf(backend);
-  WarnUncompressed(*session);
-  session->pool.set_n_threads(n_threads > 0 ? static_cast<unsigned>(n_threads) : 1u);
-  for (CacheGroup* group : session->groups) group->NoteGraph();
+  const Status status = Guarded([&] {
+    Session* session = SessionOf(backend);
+    WarnUncompressed(*session);
+    session->pool.set_n_threads(n_threads > 0 ? static_cast<unsigned>(n_threads) : 1u);
+    for (CacheGroup* group : session->groups) group->NoteGraph();
+    return Status();
+  });
+  if (!status.ok()) LogError(status.message());
 }
 
 void SetAbortCallback(ggml_backend_t backend, ggml_abort_callback callback, void* data) {

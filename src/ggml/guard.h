@@ -15,7 +15,7 @@ Status Guarded(const F& fn) {
   try {
     return fn();
   } catch (const std::bad_alloc&) {
-    return ResourceExhausted("the system refuses memory to QEVICT");
+    return ResourceExhausted("out of memory");  // a text that needs none
   } catch (const std::exception& e) {
     return Internal(std::string("QEVICT: ") + e.what());
   }

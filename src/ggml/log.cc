@@ -1,6 +1,7 @@
 #include "ggml/log.h"
 
 #include <chrono>
+#include <exception>
 #include <string>
 #include <thread>
 
@@ -14,11 +15,14 @@ constexpr std::chrono::milliseconds kHostLogDelay{50};
 
 void LogInfo(const std::string& message) { GGML_LOG_INFO("qevict: %s\n", message.c_str()); }
 void LogWarn(const std::string& message) { GGML_LOG_WARN("qevict: %s\n", message.c_str()); }
-void LogError(const std::string& message) {
-  SetLastError(message);
-  GGML_LOG_ERROR("qevict: %s\n", message.c_str());
+void LogError(const std::string& message) noexcept {
+  try {
+    SetLastError(message);
+    GGML_LOG_ERROR("qevict: %s\n", message.c_str());
+  } catch (const std::exception&) {  // no memory for words
+  }
 }
-void LogRefusal(const std::string& message) {
+void LogRefusal(const std::string& message) noexcept {
   LogError(message);
   std::this_thread::sleep_for(kHostLogDelay);
 }

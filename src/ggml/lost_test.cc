@@ -68,7 +68,7 @@ TEST(LostTest, ARestoreThatTheBudgetRefusedFailsTheNextStep) {
   for (int i = 0; i < 2; ++i) {
     const LogCapture log;
     EXPECT_EQ(twin.RunInput(twin.Input(TokensOf(0, 300, 1))).status, GGML_STATUS_FAILED);
-    EXPECT_THAT(log.errors(), Contains(HasSubstr("lacks tokens that the program counts on")));
+    EXPECT_THAT(log.errors(), Contains(HasSubstr("lacks tokens that were to be restored")));
   }
   // Another sequence, and the same one from its beginning, see nothing that is missing.
   ExpectHeld(RunHeld(twin, TokensOf(1, 0, 20), false), "another sequence");

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "ggml/cache_group.h"
+#include "ggml/guard.h"
 
 namespace qevict::plugin {
 
@@ -73,10 +74,9 @@ Status CacheGroup::WriteBytes(const ggml_tensor* tensor, size_t offset, size_t s
                cell = static_cast<uint32_t>(index % n_cells_);
     const auto n = static_cast<uint32_t>(std::min<size_t>(rows - done, n_cells_ - cell));
     const uint16_t* block = aligned.data() + done * row_bytes / 2;
-    const Status status = RestoreRows(layer, is_k, stream, cell, n, block);
+    const Status status = Guarded([&] { return RestoreRows(layer, is_k, stream, cell, n, block); });
     if (!status.ok() && first_error.ok()) first_error = status;
-    if (status.code() == StatusCode::kResourceExhausted)
-      lost_[stream] = "restoring state: " + status.message();
+    if (status.code() == StatusCode::kResourceExhausted) lost_[stream] = status.message();
     highest_cell_[stream] = std::max(highest_cell_[stream], cell + n);
     done += n;
   }

@@ -8,8 +8,7 @@
 
 namespace qevict::kernels::internal {
 
-/// Vectors whose sum is kept in fp32, before it joins the double: its rounding stays below that of
-/// the exponentials.
+/// Vectors whose sum is kept in fp32, before it joins the double.
 inline constexpr size_t kLogitVectors = 16;
 
 /// Calls add(vector of p, vector of q) and adds what it returns, over n logits; -inf behind the

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 #include <random>
+#include <span>
 #include <vector>
 
 #include "kernels/isa_test.h"
@@ -28,10 +29,10 @@ std::vector<float> RandomLogits(size_t n, uint32_t seed) {
 float TopOf(const std::vector<float>& x) { return *std::max_element(x.begin(), x.end()); }
 
 TEST_P(LogitsTest, AgreesWithDoublesAtEveryLength) {
-  for (size_t n : {1, 2, 7, 8, 9, 15, 16, 17, 127, 128, 129, 255, 256, 257, 1000, 151936}) {
+  for (size_t n : {0, 1, 2, 7, 8, 9, 15, 16, 17, 127, 128, 129, 255, 256, 257, 1000, 151936}) {
     std::vector<float> p = RandomLogits(n, 1), q = RandomLogits(n, 2);
     for (size_t i = 0; i < n; i += 5) q[i] = p[i] + 0.01f * q[i];
-    const float top = TopOf(p);
+    const float top = n == 0 ? 0.0f : TopOf(p);
     double sum = 0.0, cross = 0.0, size = 0.0;
     for (size_t i = 0; i < n; ++i) {
       const double e = std::exp(static_cast<double>(p[i]) - static_cast<double>(top));
@@ -42,6 +43,11 @@ TEST_P(LogitsTest, AgreesWithDoublesAtEveryLength) {
     }
     EXPECT_NEAR(SumExp(p, top), sum, 3e-7 * sum) << n;
     EXPECT_NEAR(SumExpDifference(p, q, top), cross, 4e-7 * size) << n;
+    p.insert(p.begin(), 99.0f);  // rows begin anywhere
+    q.insert(q.begin(), 99.0f);
+    const auto p1 = std::span(p).subspan(1), q1 = std::span(q).subspan(1);
+    EXPECT_NEAR(SumExp(p1, top), sum, 3e-7 * sum) << n;
+    EXPECT_NEAR(SumExpDifference(p1, q1, top), cross, 4e-7 * size) << n;
   }
 }
 
