@@ -32,6 +32,19 @@ bool IsVirtual(const ggml_tensor* tensor) {
   return group && group->Owns(Root(tensor));
 }
 
+/// For callbacks that can report nothing: what fails, or the system refuses, is logged. True if
+/// nothing did.
+template <typename F>
+bool LogFailure(const char* what, const F& fn) {
+  const Status status = Guarded(fn);
+  if (status.ok()) return true;
+  (void)Guarded([&] {
+    LogError(std::string(what) + ": " + status.message());
+    return Status();
+  });
+  return false;
+}
+
 void FreeBuffer(ggml_backend_buffer_t buffer) {
   BufferContext* context = Context(buffer);
   LogFailure("the summary", [&] {
@@ -47,19 +60,6 @@ void* GetBase(ggml_backend_buffer_t buffer) {
   BufferContext* context = Context(buffer);
   return context->base ? context->base
                        : reinterpret_cast<void*>(kAlignment);  // dummy buffers must not be null
-}
-
-/// For callbacks that can report nothing: what fails, or the system refuses, is logged. True if
-/// nothing did.
-template <typename F>
-bool LogFailure(const char* what, const F& fn) {
-  const Status status = Guarded(fn);
-  if (status.ok()) return true;
-  (void)Guarded([&] {
-    LogError(std::string(what) + ": " + status.message());
-    return Status();
-  });
-  return false;
 }
 
 /// One more tensor of a cache.
