@@ -26,6 +26,8 @@ void* Allocate(std::size_t n) {
 
 void* operator new(std::size_t n) { return Allocate(n); }
 void* operator new[](std::size_t n) { return Allocate(n); }
+void* operator new(std::size_t n, const std::nothrow_t&) noexcept { return std::malloc(n); }
+void* operator new[](std::size_t n, const std::nothrow_t&) noexcept { return std::malloc(n); }
 void operator delete(void* p) noexcept { std::free(p); }
 void operator delete[](void* p) noexcept { std::free(p); }
 void operator delete(void* p, std::size_t) noexcept { std::free(p); }
