@@ -30,6 +30,9 @@ inline constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.69314718055994531
 
 constexpr uint32_t PadLanes(uint32_t n) { return (n + kPad - 1) / kPad * kPad; }
 
+/// Bytes of a query for keys in a token code, at most: two for places of 8 bits, one for others.
+static inline uint32_t QueryBytes(const VectorCode& k) { return 2 * PadLanes(k.n_places) + kPad; }
+
 /// RopeTable without its class. Null `coarse`: keys are not rotated.
 struct RopeView {
   const float* coarse;  ///< [block][2][stride], magnitude included
@@ -108,7 +111,7 @@ struct Scratch {
   float* grid;    ///< grids of one window
   float* v_rows;  ///< [kTile][dv_pad] values of a tile
   // Token codes; null without.
-  int8_t* q_bytes;     ///< [n_vec][PadLanes(K places)]
+  int8_t* q_bytes;     ///< [n_vec][QueryBytes(K)]
   float* token_o;      ///< [n_vec][token_stride] output in places, then the zeros' sum
   int16_t* weights;    ///< [n_vec][kTile]
   float* mean_q;       ///< [n_vec][2][PadLanes(n_pairs)] products of query and key mean

@@ -35,15 +35,15 @@ RopeView ViewRope(const RopeTable* table) {
 }
 
 void LayoutTokenScratch(const AttentionShape& s, const GroupPlan& p, Carver& carver, Scratch& r) {
-  uint32_t k_places = 0, v_places = 0;
+  uint32_t query_bytes = 0, v_places = 0;
   for (uint32_t h = 0; h < s.n_kv_heads; ++h) {
-    k_places = std::max(k_places, s.token[h].k.n_places);
+    query_bytes = std::max(query_bytes, QueryBytes(s.token[h].k));
     v_places = std::max(v_places, s.token[h].v.n_places);
   }
   const size_t n = p.block_vec;
   constexpr uint32_t kSpare = 32;  // a unit without a partner writes one more
   r.token_stride = PadLanes(v_places + kSpare) + kPad;
-  r.q_bytes = carver.Take<int8_t>(n * PadLanes(k_places));
+  r.q_bytes = carver.Take<int8_t>(n * size_t{query_bytes});
   r.token_o = carver.Take<float>(n * r.token_stride);
   r.weights = carver.Take<int16_t>(n * kTile);
   if (s.token->k.mean == nullptr) return;

@@ -1,6 +1,6 @@
 // Windows in a token code (token_code.h): integer dot products of the codes' levels with queries of
-// 8 bits and weights of 16 bits, read in place; the same integers on every ISA. Included by
-// attention_<isa>.cc.
+// 8 bits (16 for places of 8) and weights of 16 bits, read in place; the same integers on every
+// ISA. Included by attention_<isa>.cc.
 #pragma once
 
 #include <cstdint>
@@ -71,41 +71,90 @@ typename S::V LoadScales(const VectorCode& code, const uint8_t* a, const uint8_t
                           reinterpret_cast<const uint16_t*>(b));
 }
 
-/// A query as the integer kernel takes it: q[place] = unit * bytes[place], and what zeros and the
-/// levels' center contribute.
+/// A query as the integer kernels take it. Places of 8 bits are a group of their own: a channel
+/// that gets so many is far above the others, which a common unit would be too coarse for. They
+/// have two bytes each, hi and lo: q[place] = wide_unit * (hi + lo / kLoSteps); the others one,
+/// q[place] = unit * byte.
 struct TokenQuery {
-  float unit;
-  float sum;      ///< of the queries before rounding
-  int32_t start;  ///< - center * sum of bytes
+  float wide_unit, unit;
+  float sum;                          ///< of the queries before rounding
+  int32_t start_hi, start_lo, start;  ///< - center * sum of the bytes
+};
+inline constexpr float kLoSteps = 254.0f;
+
+/// Where the bytes of a query lie: hi and lo of the n_wide places of 8 bits, those of the others.
+struct QueryLayout {
+  uint32_t n_wide, lo, others;
+
+  explicit QueryLayout(const VectorCode& code)
+      : n_wide(WidePlaces(code)), lo(PadLanes(n_wide)), others(2 * lo) {}
 };
 
-/// Scales a query by the code's steps and rounds it to 8 bits: bytes [places rounded up to 64].
+/// The largest magnitude of x [padded], and what is not finite: `check` becomes NaN.
+template <class S>
+typename S::V Largest(const float* x, uint32_t padded, typename S::V& sum, typename S::V& check) {
+  auto largest = S::Zero();
+  for (uint32_t j = 0; j < padded; j += S::kLanes) {
+    const auto v = S::Load(x + j);
+    sum = S::Add(sum, v);
+    largest = S::Max(S::Abs(v), largest);
+    check = S::Fma(v, S::Zero(), check);
+  }
+  return largest;
+}
+
+/// x [padded] becomes bytes, and x what they leave of it. Returns the sum of the bytes.
+template <class S>
+int32_t RoundToBytes(float* x, uint32_t padded, int8_t* bytes) {
+  auto total = S::Zero();  // whole numbers: exact in any order
+  for (uint32_t j = 0; j < padded; j += S::kLanes) {
+    const auto v = S::Load(x + j), whole = S::Round(v);
+    S::StoreInt8(bytes + j, v);
+    S::Store(x + j, S::Sub(v, whole));
+    total = S::Add(total, whole);
+  }
+  return static_cast<int32_t>(S::Sum(total));
+}
+
+/// x [padded] times or divided by a number; 0 if that is none.
+template <class S>
+void DivideAll(float* x, uint32_t padded, float by) {
+  const bool plain = by > 0.0f;  // neither 0 nor NaN
+  for (uint32_t j = 0; j < padded; j += S::kLanes)
+    S::Store(x + j, plain ? S::Div(S::Load(x + j), S::Set1(by)) : S::Zero());
+}
+template <class S>
+void MultiplyAll(float* x, uint32_t padded, float by) {
+  for (uint32_t j = 0; j < padded; j += S::kLanes)
+    S::Store(x + j, S::Mul(S::Load(x + j), S::Set1(by)));
+}
+
+/// Scales a query by the code's steps and rounds it: bytes as in QueryLayout, padded with zeros.
 template <class S>
 TokenQuery QuantizeQuery(const VectorCode& code, const float* q, int8_t* bytes) {
-  using V = typename S::V;
-  alignas(64) float scaled[kMaxPlaces + kPad];
-  const uint32_t n = code.n_places, padded = PadLanes(n);
-  for (uint32_t j = 0; j < n; ++j)
-    scaled[j] = code.step[j] == 0.0f ? 0.0f : q[code.channel[j]] * code.step[j];
-  for (uint32_t j = n; j < padded; ++j) scaled[j] = 0.0f;
-  V sum = S::Zero(), largest = S::Zero(),
-    check = S::Zero();  // check: NaN if a number is not finite
-  for (uint32_t j = 0; j < padded; j += S::kLanes) {
-    const V x = S::Load(scaled + j);
-    sum = S::Add(sum, x);
-    largest = S::Max(S::Abs(x), largest);
-    check = S::Fma(x, S::Zero(), check);
-  }
+  const QueryLayout at(code);
+  alignas(64) float wide[kMaxPlaces + kPad], others[kMaxPlaces + kPad];
+  const uint32_t n_others = code.n_places - at.n_wide, padded = PadLanes(n_others);
+  const auto scaled = [&](uint32_t j) {
+    return code.step[j] == 0.0f ? 0.0f : q[code.channel[j]] * code.step[j];
+  };
+  for (uint32_t j = 0; j < at.lo; ++j) wide[j] = j < at.n_wide ? scaled(j) : 0.0f;
+  for (uint32_t j = 0; j < padded; ++j) others[j] = j < n_others ? scaled(at.n_wide + j) : 0.0f;
+  auto sum = S::Zero(), check = S::Zero();
+  const auto top_wide = Largest<S>(wide, at.lo, sum, check);
+  const auto top = Largest<S>(others, padded, sum, check);
   const bool finite = S::Sum(check) == 0.0f;
-  TokenQuery out{finite ? S::MaxOf(largest) / 127.0f : __builtin_nanf(""), S::Sum(sum), 0};
-  const bool plain = out.unit > 0.0f;  // neither 0 nor NaN
-  V total = S::Zero();                 // whole numbers: exact in any order
-  for (uint32_t j = 0; j < padded; j += S::kLanes) {
-    const V x = plain ? S::Div(S::Load(scaled + j), S::Set1(out.unit)) : S::Zero();
-    S::StoreInt8(bytes + j, x);
-    total = S::Add(total, S::Round(x));
-  }
-  out.start = -static_cast<int32_t>(S::Sum(total)) * code.center;
+  const auto unit = [finite](float largest) {
+    return finite ? largest / 127.0f : __builtin_nanf("");
+  };
+  TokenQuery out{unit(S::MaxOf(top_wide)), unit(S::MaxOf(top)), S::Sum(sum), 0, 0, 0};
+  const int32_t center = code.center;
+  DivideAll<S>(others, padded, out.unit);
+  out.start = -center * RoundToBytes<S>(others, padded, bytes + at.others);
+  DivideAll<S>(wide, at.lo, out.wide_unit);
+  out.start_hi = -center * RoundToBytes<S>(wide, at.lo, bytes);
+  MultiplyAll<S>(wide, at.lo, kLoSteps);
+  out.start_lo = -center * RoundToBytes<S>(wide, at.lo, bytes + at.lo);
   return out;
 }
 
@@ -191,16 +240,48 @@ static inline uint32_t KeyFetches(const VectorCode& code) {
   return n == 0 ? 1 : n;
 }
 
-/// Scores of kM queries against two blocks of 8 tokens (with 8 lanes the first alone). at: where
-/// the code's fields begin.
+/// What places of 8 bits add to the scores, without the tokens' scales: to out [kM] of two blocks.
 template <class S, int kM>
+void ScoreWide(const VectorCode& code, const QueryLayout& layout, uint32_t cursor,
+               const KeyWordRows<S>& words, const int8_t* q, size_t q_stride,
+               const TokenQuery* queries, Ahead& ahead_a, Ahead& ahead_b,
+               typename S::V (&out)[kM]) {
+  const uint32_t n = code.segments[0].n_units;
+  typename S::I acc[kM];
+  for (int m = 0; m < kM; ++m) acc[m] = S::SetInt(queries[m].start_lo);
+  Ahead none_a = ahead_a, none_b = ahead_b;
+  none_a.step = none_b.step = 0;
+  DotSegment<S, 8, kM>(words, cursor, n, code.levels[0], q + layout.lo, q_stride, none_a, none_b,
+                       acc);
+  for (int m = 0; m < kM; ++m) {
+    out[m] = S::Mul(S::ToFloat(acc[m]), S::Set1(1.0f / kLoSteps));
+    acc[m] = S::SetInt(queries[m].start_hi);
+  }
+  DotSegment<S, 8, kM>(words, cursor, n, code.levels[0], q, q_stride, ahead_a, ahead_b, acc);
+  for (int m = 0; m < kM; ++m)
+    out[m] = S::Mul(S::Add(S::ToFloat(acc[m]), out[m]), S::Set1(queries[m].wide_unit));
+}
+
+/// Scores of kM queries against two blocks of 8 tokens (with 8 lanes the first alone). at: where
+/// the code's fields begin. kWide: it has places of 8 bits.
+template <class S, int kM, bool kWide>
 void ScoreTokens(const VectorCode& code, FieldCursors at, const TokenBlock& x, const TokenBlock& y,
                  const int8_t* q, size_t q_stride, const TokenQuery* queries, float* scores) {
-  typename S::I acc[kM];
-  for (int m = 0; m < kM; ++m) acc[m] = S::SetInt(queries[m].start);
   const KeyWordRows<S> words{x.k_words, y.k_words};
   Ahead ahead_a = x.ahead, ahead_b = y.ahead;
-  for (uint32_t s = 0; s < code.n_segments; ++s) {
+  if constexpr (kWide) {
+    const QueryLayout layout(code);
+    const auto scale = LoadScales<S>(code, x.k_scale, y.k_scale);
+    typename S::V part[kM];
+    ScoreWide<S, kM>(code, layout, at.at8, words, q, q_stride, queries, ahead_a, ahead_b, part);
+    q += layout.others;
+    for (int m = 0; m < kM; ++m)
+      S::StoreBlocks(S::Mul(part[m], scale), scores + m * kTile + x.column,
+                     scores + m * kTile + y.column);
+  }
+  typename S::I acc[kM];
+  for (int m = 0; m < kM; ++m) acc[m] = S::SetInt(queries[m].start);
+  for (uint32_t s = kWide ? 1 : 0; s < code.n_segments; ++s) {
     const uint32_t bits = code.segments[s].bits, n = code.segments[s].n_units;
     const auto dot = [&](auto width, uint32_t& cursor) {
       constexpr int kBits = decltype(width)::value;
@@ -208,9 +289,7 @@ void ScoreTokens(const VectorCode& code, FieldCursors at, const TokenBlock& x, c
                                acc);
       cursor += kBits * n;
     };
-    if (bits == 8) {
-      dot(Int<8>{}, at.at8);
-    } else if (bits == 4) {
+    if (bits == 4) {
       dot(Int<4>{}, at.at4);
     } else if (bits == 3) {
       DotSplitSegment<S, kM>(words, at.at2, at.at1, n, code.levels[s], q, q_stride, ahead_a,
@@ -229,6 +308,9 @@ void ScoreTokens(const VectorCode& code, FieldCursors at, const TokenBlock& x, c
   for (int m = 0; m < kM; ++m) {
     auto s = S::Mul(S::Mul(S::ToFloat(acc[m]), scale), S::Set1(queries[m].unit));
     if (HasZero(code)) s = S::Fma(zero, S::Set1(queries[m].sum), s);
+    if constexpr (kWide) {
+      s = S::Add(s, S::LoadBlocks(scores + m * kTile + x.column, scores + m * kTile + y.column));
+    }
     S::StoreBlocks(s, scores + m * kTile + x.column, scores + m * kTile + y.column);
   }
 }

@@ -1,4 +1,4 @@
-// The part of a block of query vectors that looks at windows in a token code: queries of 8 bits,
+// The part of a block of query vectors that looks at windows in a token code: queries in bytes,
 // an output of its own in the order of places, and its join with the output proper. Included by
 // attention_<isa>.cc.
 #pragma once
@@ -25,6 +25,7 @@ class TokenPart {
   void Prepare() {
     const size_t stride = QueryStride();
     k_fields_ = FieldCursors(h_.token->k);
+    wide_ = WidePlaces(h_.token->k) != 0;
     for (uint32_t m = 0; m < a_.n_vec; ++m) {
       queries_[m] = QuantizeQuery<S>(h_.token->k, s_.q + static_cast<size_t>(m) * h_.head_dim,
                                      s_.q_bytes + m * stride);
@@ -40,9 +41,10 @@ class TokenPart {
       TokenBlock x = tile.blocks[i];  // the last one may be its own partner
       TokenBlock y = i + 1 < tile.n ? tile.blocks[i + 1] : x;
       ForBlocks(0, a_.n_vec, [&](uint32_t m, auto block) {
-        ScoreTokens<S, decltype(block)::value>(h_.token->k, k_fields_, x, y,
-                                               s_.q_bytes + m * stride, stride, queries_ + m,
-                                               s_.scores + m * kTile);
+        constexpr int kM = decltype(block)::value;
+        const auto score = wide_ ? ScoreTokens<S, kM, true> : ScoreTokens<S, kM, false>;
+        score(h_.token->k, k_fields_, x, y, s_.q_bytes + m * stride, stride, queries_ + m,
+              s_.scores + m * kTile);
         x.ahead.step = y.ahead.step = 0;  // has been fetched
       });
     }
@@ -104,7 +106,7 @@ class TokenPart {
     }
     return mean_.Tabled64(first);
   }
-  size_t QueryStride() const { return PadLanes(h_.token->k.n_places); }
+  size_t QueryStride() const { return QueryBytes(h_.token->k); }
   /// Behind the places of a query vector's output: sum of probability * zero.
   uint32_t ZerosAt() const { return s_.token_stride - kPad; }
 
@@ -132,6 +134,7 @@ class TokenPart {
   const Scratch& s_;
   TokenQuery queries_[kPromptVectors];
   FieldCursors k_fields_;
+  bool wide_ = false;  ///< keys have places of 8 bits
   MeanPart<S> mean_;
 };
 

@@ -190,28 +190,45 @@ void RotateMean(const AttentionShape& s, const WindowRef& w, uint32_t token, dou
   Rotate(*s.rope, int64_t{w.pos0} + int64_t{token} * w.pos_stride, mean);
 }
 
-/// q . key of a window in a token code as the decode form defines it: the query's channels, scaled,
-/// are rounded to 8 bits first.
+/// The query's channels, scaled by the steps, as the kernels round them: places of 8 bits to 16
+/// bits with a unit of their own, the others to 8 bits.
+std::vector<double> RoundedQuery(const VectorCode& code, const std::vector<float>& scaled) {
+  const uint32_t n_wide = WidePlaces(code);
+  float largest[2] = {};
+  for (size_t j = 0; j < scaled.size(); ++j) {
+    float& each = largest[j < n_wide ? 0 : 1];
+    each = std::max(each, std::abs(scaled[j]));
+  }
+  std::vector<double> rounded(scaled.size());
+  for (size_t j = 0; j < scaled.size(); ++j) {
+    const float unit = largest[j < n_wide ? 0 : 1] / 127.0f;
+    if (!(unit > 0.0f)) continue;
+    const float x = scaled[j] / unit, hi = std::nearbyint(x);
+    const double lo = j < n_wide ? std::nearbyint((x - hi) * 254.0f) / 254.0 : 0.0;
+    rounded[j] = unit * (hi + lo);
+  }
+  return rounded;
+}
+
+/// q . key of a window in a token code as the kernels define it.
 double TokenLogit(const AttentionShape& s, const WindowRef& w, uint32_t kv_head, uint32_t token,
                   const float* q, double& magnitude) {
   const VectorCode& code = s.token[kv_head].k;
   const uint8_t* words = HeadBlock(s, w, kv_head);
   std::vector<float> scaled(code.n_places);
-  float largest = 0.0f;
   double sum = 0.0;
   for (uint32_t j = 0; j < code.n_places; ++j) {
     if (code.step[j] != 0.0f)
       scaled[j] = q[code.channel[j]] * (s.scale * internal::kLog2E) * code.step[j];
-    largest = std::max(largest, std::abs(scaled[j]));
     sum += scaled[j];
   }
-  const float unit = largest / 127.0f;
+  const std::vector<double> rounded = RoundedQuery(code, scaled);
   const auto [scale, zero] = GridOf(code, words, s.window, token);
-  double dot = 0.0;
+  double wide = 0.0, others = 0.0;
   ForLevels(code, words, token, true, [&](uint32_t j, double level) {
-    dot += unit > 0.0f ? std::nearbyint(scaled[j] / unit) * level : 0.0;
+    (j < WidePlaces(code) ? wide : others) += rounded[j] * level;
   });
-  magnitude = std::abs(unit * scale * dot) + std::abs(zero * sum);
+  magnitude = std::abs(scale * wide) + std::abs(scale * others) + std::abs(zero * sum);
   for (const float x : scaled) magnitude += std::abs(zero * x);
   double mean_score = 0.0;
   if (code.mean != nullptr) {
@@ -222,7 +239,7 @@ double TokenLogit(const AttentionShape& s, const WindowRef& w, uint32_t kv_head,
       magnitude += 4.0 * std::abs(q[c] * mean[c] * s.scale);  // two rotations more
     }
   }
-  return (unit * scale * dot + zero * sum) * std::numbers::ln2 + mean_score;
+  return (scale * (wide + others) + zero * sum) * std::numbers::ln2 + mean_score;
 }
 
 struct Logits {

@@ -87,6 +87,12 @@ struct FieldCursors {
   }
 };
 
+/// Places of 8 bits; they come first.
+[[gnu::always_inline]] static inline uint32_t WidePlaces(const VectorCode& keys) {
+  const bool any = keys.n_segments != 0 && keys.segments[0].bits == 8;
+  return any ? kKeyUnit * keys.segments[0].n_units : 0;
+}
+
 /// Words per token of `bits_of_units` bits, summed over units of so many places.
 constexpr uint32_t WordsOfUnits(uint32_t bits_of_units, uint32_t unit) {
   return (bits_of_units * unit + 31) / 32;
