@@ -116,13 +116,14 @@ int32_t RoundToBytes(float* x, uint32_t padded, int8_t* bytes) {
   return static_cast<int32_t>(S::Sum(total));
 }
 
-/// x [padded] times or divided by a number; 0 if that is none.
+/// x [padded] divided by a number; 0 where that is 0 or NaN.
 template <class S>
 void DivideAll(float* x, uint32_t padded, float by) {
   const bool plain = by > 0.0f;  // neither 0 nor NaN
   for (uint32_t j = 0; j < padded; j += S::kLanes)
     S::Store(x + j, plain ? S::Div(S::Load(x + j), S::Set1(by)) : S::Zero());
 }
+/// x [padded] times a number.
 template <class S>
 void MultiplyAll(float* x, uint32_t padded, float by) {
   for (uint32_t j = 0; j < padded; j += S::kLanes)
