@@ -32,24 +32,10 @@ bool IsVirtual(const ggml_tensor* tensor) {
   return group && group->Owns(Root(tensor));
 }
 
-/// For callbacks that can report nothing: what fails, or the system refuses, is logged. True if
-/// nothing did.
-template <typename F>
-bool LogFailure(const char* what, const F& fn) {
-  const Status status = Guarded(fn);
-  if (status.ok()) return true;
-  (void)Guarded([&] {
-    LogError(std::string(what) + ": " + status.message());
-    return Status();
-  });
-  return false;
-}
-
 void FreeBuffer(ggml_backend_buffer_t buffer) {
   BufferContext* context = Context(buffer);
   LogFailure("the summary", [&] {
     if (context->group) context->group->LogSummary();
-    return Status();
   });
   if (context->group && context->session)
     std::erase(context->session->groups, context->group.get());
@@ -94,7 +80,6 @@ void MemsetTensor(ggml_backend_buffer_t, ggml_tensor* tensor, uint8_t value, siz
   if (IsVirtual(tensor)) {
     LogFailure("clearing cells", [&] {
       GroupOf(Root(tensor))->ZeroBytes(Root(tensor), OffsetInRoot(tensor) + offset, size);
-      return Status();
     });
     return;
   }
@@ -123,7 +108,6 @@ void GetTensor(ggml_backend_buffer_t, const ggml_tensor* tensor, void* data, siz
   const bool read = LogFailure("saving state", [&] {
     GroupOf(Root(tensor))
         ->ReadBytes(Root(tensor), OffsetInRoot(tensor) + offset, size, static_cast<uint8_t*>(data));
-    return Status();
   });
   if (!read) std::memset(data, 0, size);  // not what the host had there for another tensor
 }
@@ -144,10 +128,7 @@ bool CopyTensor(ggml_backend_buffer_t, const ggml_tensor* src, ggml_tensor* dst)
 void ClearBuffer(ggml_backend_buffer_t buffer, uint8_t value) {
   BufferContext* context = Context(buffer);
   if (context->group) {
-    LogFailure("clearing the cache", [&] {
-      context->group->Clear();
-      return Status();
-    });
+    LogFailure("clearing the cache", [&] { context->group->Clear(); });
   } else if (context->base) {
     std::memset(context->base, value, context->size);
   }

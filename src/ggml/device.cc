@@ -98,7 +98,6 @@ ggml_backend_t InitBackend(ggml_backend_dev_t dev, const char*) {
     auto session = std::make_unique<std::shared_ptr<Session>>(Sessions::Get().Create());
     backend = new ggml_backend{Guid(), kBackendInterface, dev, session.get()};
     (void)session.release();
-    return Status();
   });
   if (!status.ok()) LogRefusal(status.message());
   return backend;
@@ -161,11 +160,7 @@ bool Supports(const ggml_tensor* op) {
 /// An operation that the system refuses memory for is claimed, like those that are refused.
 bool SupportsOp(ggml_backend_dev_t, const ggml_tensor* op) {
   bool supported = true;
-  const Status status = Guarded([&] {
-    supported = Supports(op);
-    return Status();
-  });
-  if (!status.ok()) LogError(status.message());
+  LogFailure("asking for an operation", [&] { supported = Supports(op); });
   return supported;
 }
 
@@ -219,14 +214,12 @@ void WarnUncompressed(Session& session) {
 }
 
 void SetThreads(ggml_backend_t backend, int n_threads) {
-  const Status status = Guarded([&] {
+  LogFailure("setting threads", [&] {
     Session* session = SessionOf(backend);
     WarnUncompressed(*session);
     session->pool.set_n_threads(n_threads > 0 ? static_cast<unsigned>(n_threads) : 1u);
     for (CacheGroup* group : session->groups) group->NoteGraph();
-    return Status();
   });
-  if (!status.ok()) LogError(status.message());
 }
 
 void SetAbortCallback(ggml_backend_t backend, ggml_abort_callback callback, void* data) {
