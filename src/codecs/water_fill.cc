@@ -17,17 +17,20 @@ using kernels::kKeyUnit;
 using kernels::kValueUnit;
 using kernels::VectorCode;
 
-constexpr int kCenter = 63;
+constexpr int kCenter = 63, kWideCenter = 127;  // the latter of 8 bits
 constexpr kernels::TokenGrid kGrid = kernels::TokenGrid::kScaleByte;
 /// Of a scale of 1: bytes reach from 2^-20 to 1.94, so gains from 2^-8 (in full precision) to 124.
 constexpr float kScaleUnit = 64.0f;
 
 /// Levels of 8 bits reach so far (Lloyd-Max levels of fewer bits: gaussian_levels.h).
-constexpr double kLargest8 = 4.0;
+constexpr double kLargest8 = 6.0;
 
 size_t RoundUp(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
 double Largest(uint32_t bits) { return bits == 8 ? kLargest8 : GaussianLevels(bits).back(); }
+
+/// Levels reach so far from their center.
+int Center(uint32_t bits) { return bits == 8 ? kWideCenter : kCenter; }
 
 double Distortion(uint32_t bits) {
   switch (bits) {
@@ -42,7 +45,7 @@ double Distortion(uint32_t bits) {
     case 4:
       return 0.009497;
     default:
-      return (kLargest8 / kCenter) * (kLargest8 / kCenter) / 12.0;
+      return (kLargest8 / kWideCenter) * (kLargest8 / kWideCenter) / 12.0;
   }
 }
 
@@ -127,8 +130,9 @@ void AveragePairs(const RopeParams& rope, std::vector<double>& x) {
 }
 
 float LevelOf(const VectorCode& code, uint32_t segment, uint32_t value) {
-  const uint32_t level = code.segments[segment].bits == 8 ? value : code.levels[segment][value];
-  return static_cast<float>(static_cast<int>(level) - kCenter);
+  const uint32_t bits = code.segments[segment].bits;
+  const uint32_t level = bits == 8 ? value : code.levels[segment][value];
+  return static_cast<float>(static_cast<int>(level) - Center(bits));
 }
 
 /// The byte of a scale, in units of kScaleUnit; what it stands for.
@@ -158,15 +162,17 @@ class Encoder {
     uint32_t place = 0;
     for (uint32_t s = 0; s < code_.n_segments; ++s) {
       const uint32_t bits = code_.segments[s].bits, end = place + code_.segments[s].n_units * unit;
-      const double sigma = kCenter / (kScaleUnit * Largest(bits));
+      const double sigma = Center(bits) / (kScaleUnit * Largest(bits));
       for (; place < end; ++place) {
         const float step = code_.step[place];
         inverse_[place] = step == 0.0f ? 0.0f : 1.0f / step;
         inverse_sigma_[place] = step == 0.0f ? 0.0f : static_cast<float>(1.0 / (step * sigma));
-        n_real_ += step != 0.0f;
       }
       ends_[s] = end;
+      if (bits == 8) wide_ = end;
     }
+    scaled_ = wide_ == n_ ? 0 : wide_;
+    for (uint32_t j = scaled_; j < n_; ++j) n_scaled_ += code_.step[j] != 0.0f;
   }
 
   /// One token of x [dim].
@@ -174,14 +180,19 @@ class Encoder {
     float sums[kBlock] = {};
     for (uint32_t j = 0; j < n_; ++j)
       x_[j] = code_.step[j] == 0.0f ? 0.0f : Finite(x[code_.channel[j]]);
-    for (uint32_t j = 0; j < n_; ++j) {
+    for (uint32_t j = scaled_; j < n_; ++j) {
       const float y = x_[j] * inverse_sigma_[j];
       sums[j % kBlock] += y * y;
     }
-    float scale = n_real_ == 0 ? 0.0f : std::sqrt(Total(sums) / static_cast<float>(n_real_));
-    scale /= kScaleUnit;
-    for (int pass = 0; pass < 2 && scale > 0.0f && scale < kMaxF16; ++pass) scale = Quantize(scale);
+    float least = 0.0f;  // scale that reaches all places of 8 bits
+    for (uint32_t j = 0; j < wide_; ++j)
+      least = std::max(least, std::abs(x_[j]) * inverse_[j] / kWideCenter);
+    float scale = n_scaled_ == 0 ? 0.0f : std::sqrt(Total(sums) / static_cast<float>(n_scaled_));
+    scale = std::max(scale / kScaleUnit, least);
+    for (int pass = 0; pass < 2 && scale > 0.0f && scale < kMaxF16; ++pass)
+      scale = std::max(Quantize(scale), least);
     scales[token] = ScaleByte(scale);
+    if (ScaleOf(scales[token]) < least && scales[token] < 255) ++scales[token];
     if (scales[token] == 0) return;
     Quantize(ScaleOf(scales[token]));
     writer_.Put(words, token, codes_);
@@ -196,14 +207,14 @@ class Encoder {
     return total;
   }
 
-  /// Codes at one scale; returns the least squares scale.
+  /// Codes at one scale; returns the least squares scale of the places that set it.
   float Quantize(float scale) {
     const float inverse_scale = 1.0f / scale;
     uint32_t place = 0;
     for (uint32_t s = 0; s < code_.n_segments; place = ends_[s++])
       QuantizeSegment(s, place, ends_[s], inverse_scale);
     float xy[kBlock] = {}, yy[kBlock] = {};
-    for (uint32_t j = 0; j < n_; ++j) {
+    for (uint32_t j = scaled_; j < n_; ++j) {
       const float y = code_.step[j] * level_[j];
       xy[j % kBlock] += x_[j] * y;
       yy[j % kBlock] += y * y;
@@ -217,10 +228,11 @@ class Encoder {
   void QuantizeSegment(uint32_t s, uint32_t begin, uint32_t end, float inverse_scale) {
     const uint32_t bits = code_.segments[s].bits;
     if (bits == 8) {
+      constexpr float kFar = kWideCenter;
       for (uint32_t j = begin; j < end; ++j) {
-        const float z = std::clamp(x_[j] * inverse_[j] * inverse_scale, -63.0f, 63.0f);
+        const float z = std::clamp(x_[j] * inverse_[j] * inverse_scale, -kFar, kFar);
         level_[j] = std::nearbyint(z);
-        codes_[j] = static_cast<uint8_t>(static_cast<int>(level_[j]) + kCenter);
+        codes_[j] = static_cast<uint8_t>(static_cast<int>(level_[j]) + kWideCenter);
       }
       return;
     }
@@ -243,7 +255,9 @@ class Encoder {
   const VectorCode& code_;
   const TokenWriter writer_;
   const uint32_t n_;
-  uint32_t n_real_ = 0, ends_[kernels::kMaxSegments] = {};
+  uint32_t wide_ = 0;    ///< places of 8 bits, which come first
+  uint32_t scaled_ = 0;  ///< the first place that sets scales
+  uint32_t n_scaled_ = 0, ends_[kernels::kMaxSegments] = {};
   uint8_t codes_[kernels::kMaxPlaces];
   float x_[kernels::kMaxPlaces], level_[kernels::kMaxPlaces], inverse_[kernels::kMaxPlaces];
   float inverse_sigma_[kernels::kMaxPlaces];
@@ -291,6 +305,7 @@ WaterFillVector FillWater(std::span<const double> energy, std::span<const double
   WaterFillVector out;
   VectorCode& code = out.code;
   code.center = kCenter;
+  code.wide_center = kWideCenter;
   code.n_words = n_words;
   code.grid = kGrid;
   for (size_t u = 0; u < bits.size() && bits[u] != 0; ++u) {
@@ -302,7 +317,8 @@ WaterFillVector FillWater(std::span<const double> energy, std::span<const double
     for (size_t i = u * unit; i < (u + 1) * unit; ++i) {
       const bool real = i < dim;
       out.channel.push_back(real ? order[i] : uint16_t{0xFFFF});
-      const double step = real ? sigma[order[i]] * Largest(bits[u]) * kScaleUnit / kCenter : 0.0;
+      const double step =
+          real ? sigma[order[i]] * Largest(bits[u]) * kScaleUnit / Center(bits[u]) : 0.0;
       out.step.push_back(static_cast<float>(step));
     }
   }

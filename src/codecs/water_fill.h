@@ -12,20 +12,23 @@
 //               weight[c] * sigma[c]^2 * D(b[c])
 //             is least at the given number of words; weight: query energy E[q_c^2] for keys, 1 for
 //             values; D: distortion of a unit Gaussian at its Lloyd-Max levels (1, .3634, .1175,
-//             .03454, .009497), and at 8 bits at 127 even levels up to 4 (.00034)
+//             .03454, .009497), and at 8 bits at 255 even levels up to 6 (.00019)
 //
 // Values keep their mean: tokens that attract attention have small values, whose scale is small,
 // too, and a mean that is taken off would drown them (measured: docs/codecs.md).
 //
 // Per token: a key is R_p m + residual, and of a residual or a value x
 //
-//   x[c] = sigma[c] * u_b * scale * (level - 63)       for a code of b bits
+//   x[c] = sigma[c] * u_b * scale * (level - 63)       for a code of b bits (8: level - 127)
 //
-// level - 63: Lloyd-Max levels of a unit Gaussian in steps of u_b = (largest level) / 63, rounded.
-// Codes are taken at the gain g = RMS of residual[c] / sigma[c] over coded channels, and again at
-// the least squares fit of the decoded vector to the residual. A second fit is the scale that is
-// stored, as 64 times a scale of one byte (token_code.h); the codes are those at what that stands
-// for.
+// level - 63: Lloyd-Max levels of a unit Gaussian in steps of u_b = (largest level) / 63, rounded;
+// those of 8 bits are even and end at 127 u_8 = 6.
+// Codes are taken at the gain g = RMS of residual[c] / sigma[c] over the channels of fewer than 8
+// bits, and again at the least squares fit of what is decoded there to the residual. A second fit
+// is the scale that is stored, as 64 times a scale of one byte (token_code.h); the codes are those
+// at what that stands for. Channels of 8 bits are fine at any scale, but far above the others and
+// with long tails: they only keep the scale from falling below what reaches them. (They set it
+// alone where all channels have 8 bits.)
 //
 // Words: bits / 32 of (D + Dv) channels, keys get the odd one; or as Config::layer_bits says. Bytes
 // per token: 4 per word and 2 for two scales. At D = Dv = 64: 2 bits 34 of 256 (13.3%), 3 bits 50

@@ -115,6 +115,36 @@ TEST(WaterFillTest, ErrorFollowsTheDistortionOfTheSplit) {
   }
 }
 
+TEST(WaterFillTest, PlacesOf8BitsReachFarOut) {
+  // One channel that is mostly quiet and 7 standard deviations away in one token of 50.
+  std::vector<WaterFillStats> stats(1);
+  std::mt19937 rng(5);
+  std::normal_distribution<float> normal;
+  const auto row = [&](float far) {
+    std::vector<float> x(64);
+    for (float& each : x) each = normal(rng);
+    x[11] = far;
+    return x;
+  };
+  for (int t = 0; t < 500; ++t) {
+    const float far = t % 50 == 0 ? (t % 100 == 0 ? 70.0f : -70.0f) : 0.0f;
+    stats[0].AddKey(row(far).data(), 64);
+    stats[0].AddValue(row(far).data(), 64);
+  }
+  const WaterFillCodec codec(16, 8, kShape, RopeParams{}, stats);
+  ASSERT_EQ(codec.token_codes()[0].k.segments[0].bits, 8);
+  ASSERT_EQ(codec.token_codes()[0].v.segments[0].bits, 8);
+  std::vector<uint8_t> block(codec.bytes().total());
+  std::vector<float> k2(64), v2(64);
+  for (const float far : {70.0f, -70.0f, 10.0f}) {
+    const std::vector<float> x = row(far);
+    codec.Encode(0, 1, x.data(), x.data(), block.data());
+    codec.Decode(0, 1, block.data(), k2.data(), v2.data());
+    EXPECT_NEAR(k2[11], far, 1.0f);
+    EXPECT_NEAR(v2[11], far, 1.0f);
+  }
+}
+
 TEST(WaterFillTest, LayersHaveWordsOfTheirOwn) {
   Source k(64, 0.08f), v(64, 0.03f);
   RowShape shape = kShape;

@@ -271,6 +271,7 @@ VectorCode Problem::MakeVectorCode(uint32_t dim, const std::vector<TokenSegment>
               : params_.token_byte_scale ? TokenGrid::kScaleByte
                                          : TokenGrid::kScale;
   code.center = params_.token_zero ? 0 : 63;
+  code.wide_center = params_.token_zero ? 0 : 127;
   for (const TokenSegment& s : segments) {
     uint8_t* levels = code.levels[code.n_segments];
     const uint32_t last = s.bits == 8 ? 0 : (1u << s.bits) - 1;

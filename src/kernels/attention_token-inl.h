@@ -149,13 +149,12 @@ TokenQuery QuantizeQuery(const VectorCode& code, const float* q, int8_t* bytes) 
     return finite ? largest / 127.0f : __builtin_nanf("");
   };
   TokenQuery out{unit(S::MaxOf(top_wide)), unit(S::MaxOf(top)), S::Sum(sum), 0, 0, 0};
-  const int32_t center = code.center;
   DivideAll<S>(others, padded, out.unit);
-  out.start = -center * RoundToBytes<S>(others, padded, bytes + at.others);
+  out.start = -CenterOf(code, 0) * RoundToBytes<S>(others, padded, bytes + at.others);
   DivideAll<S>(wide, at.lo, out.wide_unit);
-  out.start_hi = -center * RoundToBytes<S>(wide, at.lo, bytes);
+  out.start_hi = -CenterOf(code, 8) * RoundToBytes<S>(wide, at.lo, bytes);
   MultiplyAll<S>(wide, at.lo, kLoSteps);
-  out.start_lo = -center * RoundToBytes<S>(wide, at.lo, bytes + at.lo);
+  out.start_lo = -CenterOf(code, 8) * RoundToBytes<S>(wide, at.lo, bytes + at.lo);
   return out;
 }
 
@@ -370,16 +369,18 @@ void AddUnits(const TokenBlock* blocks, uint32_t n_blocks, const ValueFields<S>&
 }
 
 /// o [kM][o_stride] in places += weights * values of the blocks; o has room for kValueUnit places
-/// more than the code's at `spare`.
+/// more than the code's at `spare`. sums: of the weights.
 template <class S, int kM>
 void AddTokens(const VectorCode& code, const TokenBlock* blocks, uint32_t n_blocks,
-               const int16_t* weights, const int32_t* start, const float* units, float* o,
+               const int16_t* weights, const int32_t* sums, const float* units, float* o,
                size_t o_stride, uint32_t spare) {
   constexpr uint32_t kStep = S::kLanes / 8;
   FieldCursors at(code);
   uint32_t place = 0;
   for (uint32_t s = 0; s < code.n_segments; ++s) {
     const uint32_t bits = code.segments[s].bits, n_units = code.segments[s].n_units;
+    int32_t start[kM];
+    for (int m = 0; m < kM; ++m) start[m] = -CenterOf(code, bits) * sums[m];
     const auto add = [&](auto width, uint32_t& low, uint32_t& high) {
       constexpr int kBits = decltype(width)::value;
       constexpr uint32_t kLow = kBits == 3 ? 2 : kBits;

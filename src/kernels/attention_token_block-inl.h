@@ -114,18 +114,17 @@ class TokenPart {
   void AddBlock(const TokenTile& tile, uint32_t m, const float* scale, const float* zero) {
     const VectorCode& code = h_.token->v;
     float units[kM];
-    int32_t start[kM];
+    int32_t sums[kM];  // of the weights, if centers need them
     for (uint32_t i = 0; i < kM; ++i) {
       const float* p = s_.scores + (m + i) * kTile;
-      start[i] = 0;
+      sums[i] = 0;
       units[i] = QuantizeWeights<S>(p, scale, s_.weights + (m + i) * kTile,
-                                    code.center != 0 ? start + i : nullptr);
-      start[i] *= -code.center;
+                                    code.center != 0 ? sums + i : nullptr);
       float* o = s_.token_o + static_cast<size_t>(m + i) * s_.token_stride;
       if (HasZero(code)) o[ZerosAt()] += DotTile<S>(p, zero);
     }
     float* o = s_.token_o + static_cast<size_t>(m) * s_.token_stride;
-    AddTokens<S, kM>(code, tile.blocks, tile.n, s_.weights + m * kTile, start, units, o,
+    AddTokens<S, kM>(code, tile.blocks, tile.n, s_.weights + m * kTile, sums, units, o,
                      s_.token_stride, code.n_places);
   }
 

@@ -95,7 +95,7 @@ void ForLevels(const VectorCode& code, const uint8_t* words, uint32_t token, boo
         if (bits == 4) c = read(1, 4, j);
         if (bits == 2 || bits == 3) c = read(2, 2, j);
         if (bits == 1 || bits == 3) c |= read(3, 1, j) << (bits == 3 ? 2 : 0);
-        f(first + j, static_cast<double>(bits == 8 ? c : code.levels[s][c]) - code.center);
+        f(first + j, static_cast<double>(bits == 8 ? c : code.levels[s][c]) - CenterOf(code, bits));
       }
       if (bits == 8) fields.begin[0] += 8 * per_width;
       if (bits == 4) fields.begin[1] += 4 * per_width;

@@ -4,8 +4,9 @@
 //   value[channel(j)] = step(j) * (scale[t] * (level(code j) - center) + zero[t])     for place j
 //
 // Places are the vector's channels in any order, in segments of 8, 4, 3, 2 or 1 bits each, most
-// bits first; a channel without a place has value 0. Steps, order and segments are the same for all
-// tokens of a kv head, scale (and zero) belong to a token.
+// bits first (places of 8 bits have a center of their own); a channel without a place has value 0.
+// Steps, order and segments are the same for all tokens of a kv head, scale (and zero) belong to a
+// token.
 //
 // A segment has units of 4 places (keys) or 8 places (values). A unit's codes lie in a field of
 // their bits' width; codes of 3 bits in a field of 2 (the low bits) and one of 1. Fields of one
@@ -56,7 +57,8 @@ struct VectorCode {
   /// Levels of each segment's codes, not below 0, the first one 0, at most 126; 8 bits have none:
   /// their codes are the levels.
   uint8_t levels[kMaxSegments][16] = {};
-  uint8_t center = 0;
+  uint8_t center = 0;       ///< of the levels
+  uint8_t wide_center = 0;  ///< of codes of 8 bits; 0 if center is
   TokenGrid grid = TokenGrid::kScale;
   uint32_t n_words = 0;               ///< per token
   uint32_t n_places = 0;              ///< padding included
@@ -91,6 +93,11 @@ struct FieldCursors {
 [[gnu::always_inline]] static inline uint32_t WidePlaces(const VectorCode& keys) {
   const bool any = keys.n_segments != 0 && keys.segments[0].bits == 8;
   return any ? kKeyUnit * keys.segments[0].n_units : 0;
+}
+
+/// The center of a segment's levels.
+[[gnu::always_inline]] static inline int32_t CenterOf(const VectorCode& code, uint32_t bits) {
+  return bits == 8 ? code.wide_center : code.center;
 }
 
 /// Words per token of `bits_of_units` bits, summed over units of so many places.
