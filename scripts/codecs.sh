@@ -145,9 +145,11 @@ for part in "${parts[@]}"; do
     depth)
       for model in "${models[@]}"; do
         step "depth-$model"
-        save "depth-$model" "$model" --chunks 1 --prompt 2000 --score 4000 --by-depth 16 --generate \
-          --temp 0.8 --seed 1 --cache codec=wf,bits=2.5 \
-          --cache "codec=wf,bits=2.5,statistics=$(statistics "$model")"
+        # Nothing is cut off: with that, models as small as these soon repeat themselves. kivi learns
+        # nothing, and so shows what the text alone does along the way.
+        save "depth-$model" "$model" --chunks 2 --prompt 2000 --score 4000 --by-depth 16 --generate \
+          --temp 1 --top-k 0 --top-p 1 --min-p 0 --seed 1 --cache codec=wf,bits=2.5 \
+          --cache "codec=wf,bits=2.5,statistics=$(statistics "$model")" --cache codec=kivi,bits=2
       done ;;
     kernels)
       step "kernels"
