@@ -130,13 +130,13 @@ def depth(folder):
 def draw_depth(series, path):
     if not series:
         return
-    figure, axes = plt.subplots(figsize=(8, 4))
+    figure, axes = plt.subplots(figsize=(10, 4))
     for label, (x, y) in series.items():
         axes.plot(x, y, marker=".", label=label, linestyle=":" if "floor" in label else "-")
     axes.set_yscale("log")
     axes.set_xlabel("generated tokens")
     axes.set_ylabel("mean KL, nats")
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1))
     axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
