@@ -13,6 +13,7 @@
 namespace qevict::codecs {
 namespace {
 
+using kernels::CenterOf;
 using kernels::kKeyUnit;
 using kernels::kValueUnit;
 using kernels::VectorCode;
@@ -28,9 +29,6 @@ constexpr double kLargest8 = 6.0;
 size_t RoundUp(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
 double Largest(uint32_t bits) { return bits == 8 ? kLargest8 : GaussianLevels(bits).back(); }
-
-/// Levels reach so far from their center.
-int Center(uint32_t bits) { return bits == 8 ? kWideCenter : kCenter; }
 
 double Distortion(uint32_t bits) {
   switch (bits) {
@@ -132,7 +130,7 @@ void AveragePairs(const RopeParams& rope, std::vector<double>& x) {
 float LevelOf(const VectorCode& code, uint32_t segment, uint32_t value) {
   const uint32_t bits = code.segments[segment].bits;
   const uint32_t level = bits == 8 ? value : code.levels[segment][value];
-  return static_cast<float>(static_cast<int>(level) - Center(bits));
+  return static_cast<float>(static_cast<int>(level) - CenterOf(code, bits));
 }
 
 /// The byte of a scale, in units of kScaleUnit; what it stands for.
@@ -162,7 +160,7 @@ class Encoder {
     uint32_t place = 0;
     for (uint32_t s = 0; s < code_.n_segments; ++s) {
       const uint32_t bits = code_.segments[s].bits, end = place + code_.segments[s].n_units * unit;
-      const double sigma = Center(bits) / (kScaleUnit * Largest(bits));
+      const double sigma = CenterOf(code_, bits) / (kScaleUnit * Largest(bits));
       for (; place < end; ++place) {
         const float step = code_.step[place];
         inverse_[place] = step == 0.0f ? 0.0f : 1.0f / step;
@@ -318,7 +316,7 @@ WaterFillVector FillWater(std::span<const double> energy, std::span<const double
       const bool real = i < dim;
       out.channel.push_back(real ? order[i] : uint16_t{0xFFFF});
       const double step =
-          real ? sigma[order[i]] * Largest(bits[u]) * kScaleUnit / Center(bits[u]) : 0.0;
+          real ? sigma[order[i]] * Largest(bits[u]) * kScaleUnit / CenterOf(code, bits[u]) : 0.0;
       out.step.push_back(static_cast<float>(step));
     }
   }
