@@ -27,6 +27,7 @@
 #include <vector>
 
 #include "qevict/config.h"
+#include "qevict/ladder.h"
 #include "qevict/policy.h"
 #include "qevict/stats.h"
 #include "qevict/status.h"
@@ -41,6 +42,7 @@ class Codec;
 struct WaterFillStats;
 }  // namespace codecs
 namespace kernels {
+struct RungCode;
 struct WindowRef;
 class RopeTable;
 }  // namespace kernels
@@ -165,12 +167,11 @@ class KvCache {
   /// Appends to both. Pointers are valid until the next non-const call.
   void View(uint32_t il, SeqId seq, std::vector<kernels::WindowRef>& refs,
             std::vector<WindowId>& ids) const;
-  /// Bytes of one kv head's block per kernels::WindowFormat; 0 for formats the layer does not have.
-  /// head_bytes: [kernels::kWindowFormats].
-  void HeadBytes(uint32_t il, size_t* head_bytes) const;
-  /// Format of the layer's packed windows. Valid until the layer packs a window again after it had
-  /// none.
-  const codecs::Codec& codec(uint32_t il) const;
+  /// What the kernels need of the layer's rungs; returns how many there are. rungs:
+  /// [kernels::kMaxRungs]. Valid until the layer packs a window again after it had none.
+  uint32_t Rungs(uint32_t il, kernels::RungCode* rungs) const;
+  /// Format of windows on a packed rung. Valid as long.
+  const codecs::Codec& codec(uint32_t il, Rung rung = 1) const;
   /// Adds attention masses to the scores of layer il: mass[h][i] (stride in floats) for ids[i],
   /// already summed over rows and query heads of kv head h; divided here by n_heads. n_queries:
   /// rows they come from.
@@ -241,8 +242,9 @@ class KvCache {
   Status ShiftPositions(std::span<const int32_t> delta);
   /// Rotates layer il's full-precision keys by the same deltas (call once per layer after
   /// ShiftPositions). Like llama.cpp's K-shift it multiplies all keys by RoPE's magnitude once more
-  /// (YaRN; grids of packed keys are scaled alike).
-  void RotateLayer(uint32_t il, std::span<const int32_t> delta, ParallelFor& pool);
+  /// (YaRN; grids of packed keys are scaled alike). kResourceExhausted if the system refuses memory
+  /// for keys that a copied stream shares; nothing has been rotated then.
+  Status RotateLayer(uint32_t il, std::span<const int32_t> delta, ParallelFor& pool);
 
   /// Rows as 16-bit words for engines that save state: n_kv_heads*head_dim(_v) words. Full rows
   /// come out as they are; packed and evicted ones as self-describing records (see

@@ -10,6 +10,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "qevict/status.h"
 
@@ -73,6 +74,9 @@ struct Config {
   CodecId codec = CodecId::kKiviAxis;
   uint32_t bits = 2;          ///< of packed codes: 1, 2, 3, 4 or 8 (wf, hadamard, kvquant: 1 to 4)
   uint32_t quarter_bits = 0;  ///< wf: quarters of a bit more, 0...3 (average of K and V)
+  /// The packed rungs, best first, as `4/2.5/1.5` (bits of `codec`) or `token:8/wf:2`; empty: one
+  /// rung of `codec` and `bits`. At most kMaxRungs - 1.
+  std::string rungs;
   /// kvtuner and wf: bits of keys and values by the model's layers, such as `*:4/2;0:8/8;1-3:4/4`
   /// (later items win); layers that it does not name, and an empty text: `bits` for both.
   std::string layer_bits;
@@ -109,6 +113,14 @@ struct LayerBits {
   uint8_t k = 0, v = 0;
   bool operator==(const LayerBits&) const = default;
 };
+/// One packed rung.
+struct RungSpec {
+  CodecId codec;
+  uint32_t quarter_bits;  ///< quarters of a bit per number
+  bool operator==(const RungSpec&) const = default;
+};
+/// The packed rungs of a valid configuration, best first.
+std::vector<RungSpec> RungsOf(const Config& config);
 /// What Config::layer_bits says of a layer of the model.
 LayerBits BitsOfLayer(const Config& config, uint32_t model_layer);
 /// The average over layers that Config::layer_bits asks for, 1 to 4; none if it is a list.
@@ -117,8 +129,8 @@ std::optional<double> AverageLayerBits(const Config& config);
 std::optional<uint32_t> HighestLayerNamed(const Config& config);
 
 /// Parses the text form on top of the defaults (or of `base`).
-/// Keys: preset budget budget_tokens sinks recents window interval q codec bits layer_bits
-/// statistics promotion prefill local_mode charge_dormant fill_slack per_head scores init_rows
+/// Keys: preset budget budget_tokens sinks recents window interval q codec bits rungs
+/// layer_bits statistics promotion prefill local_mode charge_dormant fill_slack per_head scores init_rows
 /// first_event score ema_lambda p_norm key_norm_sign check. `budget`: `20%`, `0.2`, or bytes with
 /// unit (`512MiB`, `2GiB`, `1000000B`, `64KiB`). `recents`: tokens or `25%`. `q`: 0...1. Errors:
 /// kInvalidArgument naming the key, the value and the legal range. Never throws.

@@ -32,6 +32,8 @@ size_t RoundToPages(size_t n) { return (n + PageBytes() - 1) / PageBytes() * Pag
 
 }  // namespace
 
+size_t ArenaRegion::BytesOf(size_t n) const { return RoundToPages(n * slot_bytes_); }
+
 Status ArenaRegion::Resize(size_t n_slots) {
   if (n_slots > max_slots_) {
     return ResourceExhausted("arena region cannot hold " + std::to_string(n_slots) +

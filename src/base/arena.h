@@ -34,6 +34,8 @@ class ArenaRegion {
   size_t slot_bytes() const { return slot_bytes_; }
   /// Committed bytes (whole pages).
   size_t bytes() const { return committed_; }
+  /// What bytes() would be with n slots.
+  size_t BytesOf(size_t n) const;
 
  private:
   friend class Arena;

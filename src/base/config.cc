@@ -130,6 +130,7 @@ Status ValidateConfig(const Config& config) {
     if (!key.valid(config)) return BadValue(key, key.write(config));
   }
   QEVICT_RETURN_IF_ERROR(CheckCodec(config));
+  QEVICT_RETURN_IF_ERROR(internal::CheckRungs(config));
   if (config.local_mode == LocalMode::kWindows && config.recents_percent == 0 &&
       config.recents < config.window) {
     return InvalidArgument(

@@ -246,6 +246,13 @@ bool ReadLayerBits(std::string_view text, Config& config) {
 
 std::string WriteLayerBits(const Config& config) { return config.layer_bits; }
 
+bool ReadRungs(std::string_view text, Config& config) {
+  config.rungs = text;
+  return true;
+}
+
+std::string WriteRungs(const Config& config) { return config.rungs; }
+
 bool ReadStatistics(std::string_view text, Config& config) {
   config.statistics = text;
   return true;
@@ -298,6 +305,9 @@ constexpr ConfigKey kKeys[] = {
      WriteName<&Config::codec, kCodecNames>, IsNamed<&Config::codec, kCodecNames>},
     {"bits", "1, 2, 3, 4 or 8, or with codec=wf 1 to 4 in steps of 0.25", ReadBits, WriteBits,
      BitsAreValid},
+    {"rungs",
+     "1 to 7 packed rungs, best first, as BITS or CODEC:BITS between slashes, such as 4/2.5/1.5",
+     ReadRungs, WriteRungs, RungsAreValid},
     {"layer_bits",
      "LAYERS:K/V items such as *:4/2;0:8/8;1-3:4/4, bits 1, 2, 3, 4 or 8, or with codec=wf 0.25 "
      "to 8 in steps of 0.25; or, with statistics, an average of 1 to 4",

@@ -26,6 +26,9 @@ inline constexpr size_t kMaxLayerBitsText = 4096;
 bool LayerBitsAreValid(const Config& config);
 /// Whether the codec has these bits.
 bool LayerBitsFit(const Config& config);
+bool RungsAreValid(const Config& config);
+/// Errors: kInvalidArgument for a rung whose codec has no such bits or windows.
+Status CheckRungs(const Config& config);
 /// Errors: kInvalidArgument for bits and windows that the codec does not have.
 Status CheckCodec(const Config& config);
 /// User text for a message: short, on one line, printable.

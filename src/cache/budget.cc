@@ -10,6 +10,7 @@
 // largest layer (with per_head: of all its heads) is what all of them need together; of all prompts
 // that are being read, since one step may have rows of each.
 #include <cmath>
+#include <set>
 
 #include "cache/kv_cache_impl.h"
 
@@ -17,8 +18,8 @@ namespace qevict {
 namespace {
 
 /// Growth steps that even a short vector makes (GrowTight), per layer of a sequence and per pool.
-constexpr uint64_t kUnitSlack = 8 * sizeof(UnitRecord);
-constexpr uint64_t kPoolSlack = 2 * (8 * sizeof(SlotOwner) + kPageBytes);
+constexpr uint64_t kUnitSlack = 8 * sizeof(UnitRecord) + 4 * sizeof(LedgerEntry);
+constexpr uint64_t kPoolSlack = 8 * BlockPool::kRecordBytes + kPageBytes;
 
 uint64_t CeilDiv(uint64_t a, uint64_t b) { return (a + b - 1) / b; }
 
@@ -43,23 +44,34 @@ uint64_t MinimumBudgetBytes(const Config& config, std::span<const LayerShape> la
   }
   const uint64_t n_sink = CeilDiv(config.sinks, w);
   const uint64_t n_full = n_sink + WindowsTouched(recents + config.EffectiveInterval(), w);
+  const std::vector<Config> rungs = codecs::RungConfigs(config);
   uint64_t bytes = sizeof(Sequence);
   uint64_t rope_table = 0;
+  std::set<uint64_t> sizes;  // of blocks: each has a pool
   for (const LayerShape& l : layers) {
     rope_table = std::max<uint64_t>(rope_table,
                                     kernels::RopeTable::MaxBytes(l.head_dim, config.window * n_full,
                                                                  codecs::WantsQueryEnergy(config)));
     const uint64_t full =
         l.n_kv_heads * kernels::FullHeadBytes(config.window, l.head_dim, l.head_dim_v);
-    const uint64_t packed = l.n_kv_heads * codecs::CodecBytes(config, RowsOf(l)).total();
-    bytes += n_full * (full + kRecordBytes) + packed + kRecordBytes;
-    bytes += kUnitSlack + sizeof(LayerSeq) + codecs::LearnedBytes(config, RowsOf(l));
-    const auto same_shape = [&l](const LayerShape& other) { return SameShape(l, other); };
-    if (std::find_if(layers.begin(), layers.end(), same_shape) ==
-        layers.begin() + (&l - layers.data())) {
-      bytes += kPoolSlack;  // once per distinct shape
+    const uint64_t records = kUnitBytes + kSides * kBlockBytes;
+    uint64_t packed = UINT64_MAX;  // on the smallest rung
+    for (const Config& rung : rungs) {
+      packed = std::min<uint64_t>(packed, codecs::CodecBytes(rung, RowsOf(l)).total());
+      bytes += codecs::LearnedBytes(rung, RowsOf(l));
+    }
+    bytes += n_full * (full + records) + l.n_kv_heads * packed + records;
+    bytes += kUnitSlack + sizeof(LayerSeq);
+    for (const Side s : kBothSides) {
+      sizes.insert(uint64_t{l.n_kv_heads} * w * 2 *
+                   (s == Side::kKeys ? l.head_dim : l.head_dim_v));
+    }
+    for (const Config& rung : rungs) {
+      const codecs::BlockBytes block = codecs::CodecBytes(rung, RowsOf(l));
+      sizes.insert({l.n_kv_heads * block.keys, l.n_kv_heads * block.values});
     }
   }
+  bytes += sizes.size() * kPoolSlack;
   const uint64_t window_bytes = sizeof(WindowRecord) + 2 * sizeof(uint32_t) * (w + 1);
   return bytes + rope_table + (n_full + 8) * window_bytes;
 }
@@ -127,15 +139,13 @@ uint64_t KvCache::Impl::FixedTableBytes() const {
     bytes += sizeof(Sequence) + CapacityBytes(s->windows) + CapacityBytes(s->layers);
   }
   for (const auto& table : rope_tables) bytes += table->bytes();
-  for (const ShapePools& p : pools) bytes += p.n_layers * p.learned_bytes;
+  for (const ShapeStore& store : stores) bytes += store.n_layers * store.learned_bytes;
   return bytes;
 }
 
 uint64_t KvCache::Impl::TableBytes() const {
   uint64_t bytes = FixedTableBytes() + unit_table_bytes;
-  for (const ShapePools& p : pools) {
-    bytes += CapacityBytes(p.full.owners) + CapacityBytes(p.packed.owners);
-  }
+  for (const auto& pool : pools) bytes += pool->table_bytes();
   return bytes;
 }
 
@@ -156,7 +166,7 @@ uint64_t KvCache::Impl::TableGrowth(uint32_t new_windows, uint32_t new_tokens) c
 
 uint64_t KvCache::Impl::DormantBytes() const {
   uint64_t bytes = 0;
-  for (const ShapePools& p : pools) bytes += p.n_dormant * p.packed_bytes();
+  for (const ShapeStore& store : stores) bytes += store.dormant_bytes;
   return bytes;
 }
 
@@ -172,12 +182,6 @@ void KvCache::Impl::UpdateLimit() {
   } else if (HeldBytes() <= Limit()) {
     limit_on = true;
   }
-  if (!LimitInForce()) {
-    arena.SetLimit(SIZE_MAX);
-    return;
-  }
-  const uint64_t tables = TableBytes();
-  arena.SetLimit(Limit() > tables ? Limit() - tables : 0);
 }
 
 void KvCache::Impl::NotePeak() {
@@ -201,8 +205,8 @@ std::vector<SeqId> KvCache::Impl::Domain(SeqId seq) const {
 
 uint64_t KvCache::Impl::LargestFullCost() const {
   uint64_t largest = 0;
-  for (const ShapePools& p : pools)
-    largest = std::max(largest, p.costs().full_bytes * p.shape.n_together);
+  for (const ShapeStore& store : stores)
+    largest = std::max(largest, store.costs().full_bytes * store.shape.n_together);
   return largest;
 }
 
@@ -229,7 +233,8 @@ Result<uint64_t> KvCache::Impl::LayerShare(uint32_t il, std::span<const SeqId> d
   }
   size_t n_live = 0;
   for (const auto& s : sequences) n_live += s ? 1 : 0;
-  fixed += n_live * layers.size() * kUnitSlack + pools.size() * kPoolSlack;
+  fixed += n_live * layers.size() * kUnitSlack;
+  fixed += pools.size() * kPoolSlack;
   if (config.budget_bytes == 0) fixed = CeilDiv(fixed, n_streams);
 
   const uint64_t reserve = PromptReserve(domain);
@@ -253,9 +258,15 @@ bool KvCache::Impl::FitsNext(const Sequence& s, uint32_t n) const {
   if (Chunked(s)) {
     bytes += n_windows * LargestFullCost();
   } else {
-    for (const ShapePools& p : pools) bytes += p.n_layers * n_windows * p.costs().full_bytes;
+    std::vector<BlockCount> blocks;
+    for (const ShapeStore& store : stores) {
+      for (const Side side : kBothSides)
+        CountBlock(blocks, store.rungs[kFullRung].pool(side), n_windows * store.n_layers);
+    }
+    for (const BlockCount& count : blocks) bytes += count.pool->GrowthBytes(count.n);
+    for (const LayerSeq& ls : s.layers)
+      bytes += GrownBytes(ls.units, n_windows) - CapacityBytes(ls.units);
   }
-  bytes += pools.size() * kPageBytes;
   return bytes <= Limit();
 }
 

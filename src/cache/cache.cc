@@ -28,10 +28,10 @@ Status CheckBudget(const Config& config, std::span<const LayerShape> shapes, uin
 }
 
 std::vector<LayerShape> ShapesOf(const std::vector<LayerState>& layers,
-                                 const std::vector<ShapePools>& pools) {
+                                 const std::vector<ShapeStore>& stores) {
   std::vector<LayerShape> shapes;
   shapes.reserve(layers.size());
-  for (const LayerState& l : layers) shapes.push_back(pools[l.pools].shape);
+  for (const LayerState& l : layers) shapes.push_back(stores[l.store].shape);
   return shapes;
 }
 
@@ -74,7 +74,7 @@ Result<std::unique_ptr<KvCache>> KvCache::Create(const Config& config,
   c.budget_tokens = config.budget_tokens ? config.budget_tokens : cells_per_stream;
   c.streams.resize(n_streams);
   const std::vector<LayerShape> shapes = layers;
-  QEVICT_RETURN_IF_ERROR(c.InitPools(std::move(layers)));
+  QEVICT_RETURN_IF_ERROR(c.InitStores(std::move(layers)));
   QEVICT_RETURN_IF_ERROR(CheckBudget(config, shapes, c.DomainBudget()));
   c.UpdateLimit();
   return cache;
@@ -82,14 +82,14 @@ Result<std::unique_ptr<KvCache>> KvCache::Create(const Config& config,
 
 const Config& KvCache::config() const { return impl_->config; }
 uint32_t KvCache::n_layers() const { return static_cast<uint32_t>(impl_->layers.size()); }
-const LayerShape& KvCache::layer(uint32_t il) const { return impl_->PoolsOf(il).shape; }
+const LayerShape& KvCache::layer(uint32_t il) const { return impl_->StoreOf(il).shape; }
 
 Status KvCache::SetRope(uint32_t il, const RopeParams& rope) {
   Impl& c = *impl_;
   if (il >= c.layers.size()) return OutOfRange("layer " + std::to_string(il) + " does not exist");
   LayerState& layer = c.layers[il];
   if (layer.rope == rope) return {};
-  const LayerShape& shape = c.PoolsOf(il).shape;
+  const LayerShape& shape = c.StoreOf(il).shape;
   if (rope.pairing != RopePairing::kNone &&
       (rope.n_dims == 0 || rope.n_dims % 2 != 0 || rope.offset + rope.n_dims > shape.head_dim)) {
     return InvalidArgument("RoPE over channels " + std::to_string(rope.offset) + "..." +
@@ -99,7 +99,7 @@ Status KvCache::SetRope(uint32_t il, const RopeParams& rope) {
   for (const auto& s : c.sequences) {
     if (!s) continue;
     for (const UnitRecord& u : s->layers[il].units) {
-      if (!u.has_codes()) continue;
+      if (!u.holds_codes() && !u.dormant()) continue;
       const WindowRecord& w = c.windows[u.window];
       const bool unrotated = !w.has(WindowRecord::kPositional) && w.pos0 == 0;
       if (unrotated && RopeMagnitude(rope) == 1.0f) continue;  // no RoPE changes what is at 0
@@ -224,12 +224,12 @@ Status KvCache::Append(std::span<const TokenSpec> tokens, std::vector<TokenRef>&
 
 Status KvCache::WriteK(uint32_t il, std::span<const TokenRef> refs, const float* rows,
                        size_t row_stride, ParallelFor& pool) {
-  return impl_->Write(il, refs, rows, row_stride, true, pool);
+  return impl_->Write(il, refs, rows, row_stride, Side::kKeys, pool);
 }
 
 Status KvCache::WriteV(uint32_t il, std::span<const TokenRef> refs, const float* rows,
                        size_t row_stride, ParallelFor& pool) {
-  return impl_->Write(il, refs, rows, row_stride, false, pool);
+  return impl_->Write(il, refs, rows, row_stride, Side::kValues, pool);
 }
 
 void KvCache::Kill(uint32_t stream, uint32_t cell) {
@@ -244,9 +244,6 @@ void KvCache::View(uint32_t il, SeqId seq, std::vector<kernels::WindowRef>& refs
   const Impl& c = *impl_;
   const Sequence* s = c.Seq(seq);
   if (!s || il >= c.layers.size()) return;
-  const kernels::WindowFormat packed = codec(il).format();
-  const ShapePools& p = c.PoolsOf(il);
-  const ArenaRegion &full_slots = *p.full.region, &packed_slots = *p.packed.region;
   const std::vector<UnitRecord>& units = s->layers[il].units;
   const size_t first = refs.size();
   refs.resize(first + units.size());
@@ -255,22 +252,32 @@ void KvCache::View(uint32_t il, SeqId seq, std::vector<kernels::WindowRef>& refs
     const UnitRecord& u = units[i];
     const WindowRecord& w = c.windows[u.window];
     kernels::WindowRef& ref = refs[first + i];
-    ref.data = u.has_full() ? full_slots.slot(u.full_slot) : packed_slots.slot(u.packed_slot());
+    ref.k = c.Block(il, u, Side::kKeys);
+    ref.v = c.Block(il, u, Side::kValues);
     ref.pos0 = w.pos0;
-    ref.format = u.has_full() ? kernels::WindowFormat::kFull : packed;
+    ref.rung_k = u.rung(Side::kKeys);
+    ref.rung_v = u.rung(Side::kValues);
     ref.pos_stride = w.has(WindowRecord::kPositional) ? 1 : 0;
     ids[first + i] = u.window;
   }
 }
 
-void KvCache::HeadBytes(uint32_t il, size_t* head_bytes) const {
-  const ShapePools& p = impl_->PoolsOf(il);
-  std::fill_n(head_bytes, kernels::kWindowFormats, size_t{0});
-  head_bytes[static_cast<int>(kernels::WindowFormat::kFull)] = p.full_head_bytes;
-  head_bytes[static_cast<int>(codec(il).format())] = p.packed_head_bytes;
+uint32_t KvCache::Rungs(uint32_t il, kernels::RungCode* rungs) const {
+  const ShapeStore& store = impl_->StoreOf(il);
+  for (size_t r = 0; r < store.rungs.size(); ++r) {
+    const codecs::Codec* codec = impl_->layers[il].codecs[r].get();
+    rungs[r].format = codec ? codec->format() : kernels::WindowFormat::kFull;
+    rungs[r].k_head_bytes = store.rungs[r].bytes_of_head(Side::kKeys);
+    rungs[r].v_head_bytes = store.rungs[r].bytes_of_head(Side::kValues);
+    rungs[r].token = codec ? codec->token_codes() : nullptr;
+    rungs[r].grid = codec ? codec->grid_codes() : nullptr;
+  }
+  return static_cast<uint32_t>(store.rungs.size());
 }
 
-const codecs::Codec& KvCache::codec(uint32_t il) const { return *impl_->layers[il].codec; }
+const codecs::Codec& KvCache::codec(uint32_t il, Rung rung) const {
+  return *impl_->layers[il].codecs[rung];
+}
 
 void KvCache::AddQueryEnergy(uint32_t il, const float* squares) {
   if (WantsQueryEnergy(il)) impl_->AddQueryEnergy(il, squares);
@@ -346,7 +353,7 @@ Status KvCache::SetBudget(uint32_t tokens, double fraction) {
   const std::pair before(c.budget_tokens, c.config.budget_fraction);
   c.budget_tokens = c.config.budget_tokens = tokens;
   c.config.budget_fraction = fraction;
-  Status status = CheckBudget(c.config, ShapesOf(c.layers, c.pools), c.DomainBudget());
+  Status status = CheckBudget(c.config, ShapesOf(c.layers, c.stores), c.DomainBudget());
   if (!status.ok()) {
     std::tie(c.budget_tokens, c.config.budget_fraction) = before;
     c.config.budget_tokens = c.budget_tokens;
@@ -364,22 +371,22 @@ Status KvCache::ShiftPositions(std::span<const int32_t> delta) {
   impl_->FinishRestore();
   return impl_->ShiftPositions(delta);
 }
-void KvCache::RotateLayer(uint32_t il, std::span<const int32_t> delta, ParallelFor& pool) {
-  impl_->RotateLayer(il, delta, pool);
+Status KvCache::RotateLayer(uint32_t il, std::span<const int32_t> delta, ParallelFor& pool) {
+  return impl_->RotateLayer(il, delta, pool);
 }
 void KvCache::ReadRowK(uint32_t il, uint32_t stream, uint32_t cell, uint16_t* row) {
-  impl_->ReadRow(il, stream, cell, true, row);
+  impl_->ReadRow(il, stream, cell, Side::kKeys, row);
 }
 void KvCache::ReadRowV(uint32_t il, uint32_t stream, uint32_t cell, uint16_t* row) {
-  impl_->ReadRow(il, stream, cell, false, row);
+  impl_->ReadRow(il, stream, cell, Side::kValues, row);
 }
 Status KvCache::RestoreRowsK(uint32_t il, uint32_t stream, uint32_t cell0, uint32_t n,
                              const uint16_t* rows) {
-  return impl_->RestoreRows(il, stream, cell0, n, true, rows);
+  return impl_->RestoreRows(il, stream, cell0, n, Side::kKeys, rows);
 }
 Status KvCache::RestoreRowsV(uint32_t il, uint32_t stream, uint32_t cell0, uint32_t n,
                              const uint16_t* rows) {
-  return impl_->RestoreRows(il, stream, cell0, n, false, rows);
+  return impl_->RestoreRows(il, stream, cell0, n, Side::kValues, rows);
 }
 void KvCache::FinishRestore() { impl_->FinishRestore(); }
 CacheStats KvCache::Stats() const { return impl_->Stats(); }

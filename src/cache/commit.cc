@@ -1,15 +1,15 @@
-// Commit: carries a plan of one layer out, all or nothing; if the system refuses memory to a codec,
-// it ends with the step before.
+// Commit: carries a plan of one layer out, all or nothing.
 //
-//   1 reserve   both pools grow to what they need at the end; if that fails, nothing has changed
-//   2 evict     slots of evicted units are freed
-//   3 encode    first demotions, in parallel, into new packed slots (the ledger: written once)
-//   4 demote    full slots of packed units are freed
-//   5 promote   codes are decoded, in parallel, into new full slots; the codes stay (dormant)
-//   6 shrink    pages go back, windows that are evicted in every layer are forgotten
+//   1 reserve   pools and ledgers grow to what the new blocks need; if that fails, nothing changes
+//   2 write     first demotions are encoded, promotions decoded, in parallel, into new blocks; if
+//               the system refuses memory to a codec, the new blocks go and nothing has changed
+//   3 switch    units take their new blocks; codes of what is promoted go to the ledger (written
+//               once, reused by later demotions), other old blocks and those of evicted units are
+//               freed
+//   4 shrink    pages go back, windows that are evicted in every layer are forgotten
 //
-// Between 1 and 6 a layer holds its new codes beside its old rows: the transient is at most the
-// layer's newly packed bytes. It is the only moment at which the arena may exceed the budget.
+// Between 1 and 4 a layer holds its new blocks beside its old ones: the transient is at most the
+// layer's newly written bytes. It is the only moment at which the arena may exceed the budget.
 #include <cstring>
 #include <new>
 
@@ -17,36 +17,28 @@
 #include "codecs/codec.h"
 
 namespace qevict {
-namespace {
 
-uint64_t Pages(uint64_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
-
-}  // namespace
-
+/// What the moves of one layer write, reuse, evict and pin.
 SortedMoves KvCache::Impl::SortMoves(uint32_t il, const std::vector<UnitMove>& moves) {
   SortedMoves out;
   for (const UnitMove& m : moves) {
     UnitRecord& u = sequences[m.seq]->layers[il].units[m.index];
-    if (m.to.tier == Tier::kEvicted) {
-      if (u.has_codes()) out.free_packed.push_back(&u);
-      if (u.has_full()) out.free_full.push_back(&u);
-    } else if (m.to.tier == Tier::kFull) {
-      if (!u.has_full()) out.promote.push_back(&u);
-    } else {
-      if (u.has_full()) {
-        out.demote.push_back(&u);
-        if (!u.has_codes()) out.encode.push_back(&u);
-      }
-      if (u.pinned() != m.to.pinned) out.pin.emplace_back(&u, m.to.pinned);
+    if (m.k == kGone || m.v == kGone) {
+      out.evict.push_back(&u);
+      continue;
     }
+    UnitWrite write{&u, {m.k, m.v}, {}, {}};
+    const LedgerEntry* entry =
+        u.dormant() ? FindLedger(sequences[m.seq]->layers[il], u.window) : nullptr;
+    for (const Side s : kBothSides) {
+      const size_t i = static_cast<size_t>(s);
+      write.moves[i] = write.to[i] != u.rung(s);
+      write.reuses[i] = write.moves[i] && entry && entry->has(s) && entry->rung(s) == write.to[i];
+    }
+    if (write.moves[0] || write.moves[1]) out.write.push_back(write);
+    if (u.pinned() != m.pinned) out.pin.emplace_back(&u, m.pinned);
   }
   return out;
-}
-
-uint32_t Checksum(const uint8_t* data, size_t n) {
-  uint32_t hash = 2166136261u;
-  for (size_t i = 0; i < n; ++i) hash = (hash ^ data[i]) * 16777619u;
-  return hash;
 }
 
 WindowPhases::WindowPhases(const RopeParams& rope, const WindowRecord& w, bool needed)
@@ -64,198 +56,292 @@ void WindowPhases::Unrotate(uint32_t t, float* key) const {
   if (!phases_.empty()) RopeUnrotate(rope_, phases_.data() + size_t{t} * rope_.n_dims, key);
 }
 
-/// Rows of one unit as f32, keys as the codec wants them, packed into `block` (all kv heads).
-/// Windows without positions are un-rotated at position pos0 = 0, which takes the magnitude out
-/// that kernels put back.
-void KvCache::Impl::EncodeUnit(uint32_t il, const UnitRecord& u, uint8_t* block, float* k,
-                               float* v) const {
-  const ShapePools& p = PoolsOf(il);
-  const codecs::Codec& codec = *layers[il].codec;
-  const WindowRecord& w = windows[u.window];
-  const uint32_t d = p.shape.head_dim, dv = p.shape.head_dim_v, n = w.n_tokens;
-  const WindowPhases phases(layers[il].rope, w,
-                            codec.before_rope() || codec.key_mean(0) != nullptr);
-  uint16_t row[kMaxHeadDim];
+/// Rows of one kv head of a unit as attention meets them, f32: k [n][D], v [n][Dv].
+void KvCache::Impl::LoadRows(uint32_t il, const UnitRecord& u, const WindowPhases& phases,
+                             uint32_t head, float* k, float* v) const {
+  const ShapeStore& store = StoreOf(il);
+  const uint32_t d = store.shape.head_dim, dv = store.shape.head_dim_v;
+  const uint32_t n = windows[u.window].n_tokens;
+  const auto block = [&](Side s) {
+    return Block(il, u, s) + head * store.rungs[u.rung(s)].bytes_of_head(s);
+  };
+  if (u.full(Side::kKeys)) {
+    uint16_t row[kMaxHeadDim];
+    for (uint32_t t = 0; t < n; ++t) {
+      LoadKeyRow(block(Side::kKeys), config.window, d, t, row);
+      ConvertTo32(row, d, store.shape.elem_k, k + size_t{t} * d);
+    }
+  } else {
+    const codecs::Codec& codec = *layers[il].codecs[u.rung(Side::kKeys)];
+    codec.DecodeSides(head, n, block(Side::kKeys), nullptr, k, nullptr);
+    for (uint32_t t = 0; t < n; ++t)
+      codec.FinishKey(head, {k + size_t{t} * d, d}, [&](float* x) { phases.Rotate(t, x); });
+  }
+  if (u.full(Side::kValues)) {
+    ConvertTo32(reinterpret_cast<const uint16_t*>(block(Side::kValues)), size_t{n} * dv,
+                store.shape.elem_v, v);
+  } else {
+    layers[il].codecs[u.rung(Side::kValues)]->DecodeSides(head, n, nullptr, block(Side::kValues),
+                                                          nullptr, v);
+  }
+}
+
+/// Keys as attention meets them become keys as a codec wants them. Windows without positions are
+/// un-rotated at position pos0 = 0, which takes the magnitude out that kernels put back.
+static void PrepareKeys(const codecs::Codec& codec, const WindowPhases& phases, uint32_t head,
+                        uint32_t n, uint32_t d, float* k) {
   float mean[kMaxHeadDim];
-  for (uint32_t h = 0; h < p.shape.n_kv_heads; ++h) {
-    const uint8_t* full = FullSlot(il, u) + h * p.full_head_bytes;
-    const uint16_t* values =
-        reinterpret_cast<const uint16_t*>(full + size_t{config.window} * d * 2);
-    for (uint32_t t = 0; t < n; ++t) {
-      float* key = k + size_t{t} * d;
-      LoadKeyRow(full, config.window, d, t, row);
-      ConvertTo32(row, d, p.shape.elem_k, key);
-      if (codec.before_rope()) phases.Unrotate(t, key);
-      if (codec.key_mean(h) == nullptr) continue;
-      std::copy_n(codec.key_mean(h), d, mean);
-      if (!codec.before_rope()) phases.Rotate(t, mean);
-      for (uint32_t c = 0; c < d; ++c) key[c] -= mean[c];
-    }
-    ConvertTo32(values, size_t{n} * dv, p.shape.elem_v, v);
-    codec.Encode(h, n, k, v, block + h * p.packed_head_bytes);
+  for (uint32_t t = 0; t < n; ++t, k += d) {
+    if (codec.before_rope()) phases.Unrotate(t, k);
+    if (codec.key_mean(head) == nullptr) continue;
+    std::copy_n(codec.key_mean(head), d, mean);
+    if (!codec.before_rope()) phases.Rotate(t, mean);
+    for (uint32_t c = 0; c < d; ++c) k[c] -= mean[c];
   }
 }
 
-/// Inverse into a full slot: keys rotated at their positions, rounded to 16 bit.
-void KvCache::Impl::DecodeUnit(uint32_t il, const UnitRecord& u, uint8_t* full, float* k,
-                               float* v) const {
-  const ShapePools& p = PoolsOf(il);
-  const codecs::Codec& codec = *layers[il].codec;
-  const WindowRecord& w = windows[u.window];
-  const uint32_t d = p.shape.head_dim, dv = p.shape.head_dim_v, n = w.n_tokens;
-  const WindowPhases phases(layers[il].rope, w,
-                            codec.before_rope() || codec.key_mean(0) != nullptr);
+/// Rows k [n][D], v [n][Dv] of one kv head into the new blocks of a unit. k is changed.
+void KvCache::Impl::StoreRows(uint32_t il, const UnitWrite& w, const WindowPhases& phases,
+                              uint32_t head, float* k, float* v) const {
+  const ShapeStore& store = StoreOf(il);
+  const uint32_t n = windows[w.unit->window].n_tokens;
+  const auto block = [&](Side s) -> uint8_t* {
+    const size_t i = static_cast<size_t>(s);
+    if (!w.moves[i] || w.reuses[i]) return nullptr;
+    const RungStore& rung = store.rungs[w.to[i]];
+    return rung.pool(s).data(w.target[i]) + head * rung.bytes_of_head(s);
+  };
+  uint8_t* const blocks[kSides] = {block(Side::kKeys), block(Side::kValues)};
   uint16_t row[kMaxHeadDim];
-  for (uint32_t h = 0; h < p.shape.n_kv_heads; ++h) {
-    uint8_t* out = full + h * p.full_head_bytes;
-    uint16_t* values = reinterpret_cast<uint16_t*>(out + size_t{config.window} * d * 2);
-    codec.Decode(h, n, PackedSlot(il, u) + h * p.packed_head_bytes, k, v);
+  for (const Side s : kBothSides) {
+    const size_t i = static_cast<size_t>(s);
+    if (blocks[i] == nullptr || w.to[i] != kFullRung) continue;
+    const uint32_t d = HeadDim(il, s);
     for (uint32_t t = 0; t < n; ++t) {
-      float* key = k + size_t{t} * d;
-      codec.FinishKey(h, {key, d}, [&](float* x) { phases.Rotate(t, x); });
-      ConvertTo16(key, d, p.shape.elem_k, row);
-      StoreKeyRow(out, config.window, d, t, row);
-    }
-    ConvertTo16(v, size_t{n} * dv, p.shape.elem_v, values);
-  }
-}
-
-Status KvCache::Impl::ReserveForCommit(uint32_t il, size_t n_full, size_t n_packed) {
-  ShapePools& p = PoolsOf(il);
-  const uint64_t after = arena.bytes() - p.full.region->bytes() - p.packed.region->bytes() +
-                         Pages(n_full * p.full_bytes()) + Pages(n_packed * p.packed_bytes());
-  if (LimitInForce() && after + TableBytes() > Limit() && after > arena.bytes()) {
-    return ResourceExhausted("layer " + std::to_string(il) + " would raise the cache to " +
-                             std::to_string(after + TableBytes()) + " bytes; the limit is " +
-                             std::to_string(Limit()));
-  }
-  GrowTight(p.packed.owners, n_packed);
-  GrowTight(p.full.owners, n_full);
-  if (config.check) p.packed.checksums.reserve(n_packed);
-  arena.SetLimit(SIZE_MAX);
-  const size_t packed_before = p.packed.region->n_slots();
-  Status status;
-  if (n_packed > packed_before) status = p.packed.region->Resize(n_packed);
-  if (status.ok() && n_full > p.full.region->n_slots()) {
-    status = p.full.region->Resize(n_full);
-    if (!status.ok() && n_packed > packed_before) (void)p.packed.region->Resize(packed_before);
-  }
-  if (!status.ok()) UpdateLimit();
-  return status;
-}
-
-Status KvCache::Impl::Commit(uint32_t il, std::vector<UnitMove>& moves, ParallelFor& pool) {
-  ShapePools& p = PoolsOf(il);
-  SortedMoves sorted = SortMoves(il, moves);
-  const size_t n_full =
-      p.full.used() + sorted.promote.size() - sorted.demote.size() - sorted.free_full.size();
-  const size_t n_packed = p.packed.used() + sorted.encode.size() - sorted.free_packed.size();
-  QEVICT_RETURN_IF_ERROR(ReserveForCommit(il, n_full, n_packed));
-
-  if (!sorted.encode.empty()) LearnCodec(il);
-  // From here on nothing allocates but codecs.
-  for (auto& [u, on] : sorted.pin) {
-    u->set_pinned(on);
-    counters.promotions += on ? 1 : 0;
-  }
-  FreeSlots(il, true, sorted.free_packed);
-  FreeSlots(il, false, sorted.free_full);
-  bool done = EncodeAll(il, sorted.encode, pool);
-  if (done) {
-    counters.first_encodings += sorted.encode.size();
-    counters.demotions += sorted.demote.size();
-    FreeSlots(il, false, sorted.demote);
-    for (UnitRecord* u : sorted.demote) windows[u->window].flags |= WindowRecord::kSealed;
-    done = DecodeAll(il, sorted.promote, pool);
-  }
-  if (done) counters.promotions += sorted.promote.size();
-  counters.evictions += ForgetEvicted(il, moves);
-  TrimPools();
-  return done ? Status() : OutOfMemory();
-}
-
-/// Frees one kind of slot of units that have it, from the highest slot down: then a hole is never
-/// filled with a slot that is about to go.
-void KvCache::Impl::FreeSlots(uint32_t il, bool packed, std::vector<UnitRecord*>& units) {
-  std::sort(units.begin(), units.end(), [packed](const UnitRecord* a, const UnitRecord* b) {
-    return packed ? a->packed_slot() > b->packed_slot() : a->full_slot > b->full_slot;
-  });
-  for (UnitRecord* u : units) {
-    if (packed) {
-      RemovePackedSlot(il, *u);
-    } else {
-      RemoveFullSlot(il, *u);
+      ConvertTo16((s == Side::kKeys ? k : v) + size_t{t} * d, d,
+                  s == Side::kKeys ? store.shape.elem_k : store.shape.elem_v, row);
+      StoreRow(s, blocks[i], config.window, d, t, row);
     }
   }
+  const bool codes_v = blocks[1] != nullptr && w.to[1] != kFullRung;
+  if (codes_v && (blocks[0] == nullptr || w.to[0] != w.to[1]))  // before k is changed
+    layers[il].codecs[w.to[1]]->EncodeSides(head, n, k, v, nullptr, blocks[1]);
+  if (blocks[0] == nullptr || w.to[0] == kFullRung) return;
+  const codecs::Codec& codec = *layers[il].codecs[w.to[0]];
+  PrepareKeys(codec, phases, head, n, store.shape.head_dim, k);
+  codec.EncodeSides(head, n, k, v, blocks[0], w.to[0] == w.to[1] ? blocks[1] : nullptr);
 }
 
-/// The codes of a unit have been written.
-void KvCache::Impl::NoteCodes(uint32_t il, const UnitRecord& u) {
-  if (!config.check) return;
-  ShapePools& p = PoolsOf(il);
-  p.packed.checksums[u.packed_slot()] = Checksum(PackedSlot(il, u), p.packed_bytes());
+/// Writes one unit's new blocks. k, v: scratch for the rows of one kv head.
+void KvCache::Impl::WriteUnit(uint32_t il, const UnitWrite& w, float* k, float* v) const {
+  bool rotates = false;
+  for (const Rung r : {w.to[0], w.unit->rung(Side::kKeys)}) {
+    const codecs::Codec* codec = layers[il].codecs[r].get();
+    rotates |= codec != nullptr && (codec->before_rope() || codec->key_mean(0) != nullptr);
+  }
+  const WindowPhases phases(layers[il].rope, windows[w.unit->window], rotates);
+  for (uint32_t h = 0; h < StoreOf(il).shape.n_kv_heads; ++h) {
+    LoadRows(il, *w.unit, phases, h, k, v);
+    StoreRows(il, w, phases, h, k, v);
+  }
 }
 
-/// write(unit, k, v) for each of the units, in parallel, with floats for the rows of one kv head.
-/// Codecs may allocate: false if that failed for any of them.
-template <typename F>
-bool KvCache::Impl::ForUnits(uint32_t il, const std::vector<UnitRecord*>& units, ParallelFor& pool,
-                             const F& write) {
-  const LayerShape& shape = PoolsOf(il).shape;
+/// Makes and fills the blocks of `writes`: all, or (false, the system refused memory) none.
+bool KvCache::Impl::WriteAll(uint32_t il, std::vector<UnitWrite>& writes, ParallelFor& pool) {
+  const LayerShape& shape = StoreOf(il).shape;
   const size_t k_floats = size_t{config.window} * shape.head_dim;
   const size_t v_floats = size_t{config.window} * shape.head_dim_v;
+  const auto each = [&](const auto& f) {
+    for (UnitWrite& w : writes) {
+      for (const Side s : kBothSides) {
+        const size_t i = static_cast<size_t>(s);
+        if (w.moves[i] && !w.reuses[i]) f(PoolOf(il, s, w.to[i]), w.target[i], w.to[i]);
+      }
+    }
+  };
+  each([](BlockPool& p, BlockId& id, Rung) { id = p.New(); });
   try {
     std::vector<float> scratch(pool.n_threads() * (k_floats + v_floats));
-    pool.For(units.size(), [&](size_t i, unsigned thread) {
+    pool.For(writes.size(), [&](size_t i, unsigned thread) {
       float* k = scratch.data() + thread * (k_floats + v_floats);
-      write(*units[i], k, k + k_floats);
+      WriteUnit(il, writes[i], k, k + k_floats);
     });
   } catch (const std::bad_alloc&) {
+    each([](BlockPool& p, BlockId& id, Rung) { p.Unref(id); });
     return false;
   }
+  each([](BlockPool& p, BlockId& id, Rung r) {
+    if (r != kFullRung) p.Seal(id);
+  });
   return true;
 }
 
-/// All of them, or (false) none has codes.
-bool KvCache::Impl::EncodeAll(uint32_t il, const std::vector<UnitRecord*>& units,
-                              ParallelFor& pool) {
-  if (units.empty()) return true;
-  ShapePools& p = PoolsOf(il);
-  for (UnitRecord* u : units) {
-    u->set_packed_slot(static_cast<uint32_t>(p.packed.used()));
-    p.packed.owners.push_back({u->window, il});
+/// New blocks of every pool that the moves of a layer need.
+static std::vector<BlockCount> CountNew(const ShapeStore& store,
+                                        const std::vector<UnitWrite>& writes) {
+  std::vector<BlockCount> n;
+  for (const UnitWrite& w : writes) {
+    for (const Side s : kBothSides) {
+      const size_t i = static_cast<size_t>(s);
+      if (w.moves[i] && !w.reuses[i]) CountBlock(n, store.rungs[w.to[i]].pool(s));
+    }
   }
-  p.n_dormant += units.size();  // until their full slots are freed
-  if (config.check) p.packed.checksums.resize(p.packed.used());
-  if (ForUnits(il, units, pool, [&](const UnitRecord& u, float* k, float* v) {
-        EncodeUnit(il, u, PackedSlot(il, u), k, v);
-        NoteCodes(il, u);
-      }))
-    return true;
-  for (size_t i = units.size(); i-- > 0;) RemovePackedSlot(il, *units[i]);
-  return false;
+  return n;
 }
 
-/// All of them, or (false) none has a full slot.
-bool KvCache::Impl::DecodeAll(uint32_t il, const std::vector<UnitRecord*>& units,
-                              ParallelFor& pool) {
-  if (units.empty()) return true;
-  ShapePools& p = PoolsOf(il);
-  for (UnitRecord* u : units) {
-    u->full_slot = static_cast<uint32_t>(p.full.used());
-    p.full.owners.push_back({u->window, il});
+/// Grows pools and ledgers, if the limit allows what will be held at the end.
+Status KvCache::Impl::ReserveForCommit(uint32_t il, const SortedMoves& sorted) {
+  const std::vector<BlockCount> n_new = CountNew(StoreOf(il), sorted.write);
+  if (LimitInForce()) {
+    const uint64_t after = PagesAfter(il, sorted, n_new);
+    if (after > arena.bytes() && after + TableBytes() > Limit()) {
+      return ResourceExhausted("layer " + std::to_string(il) + " would raise the cache to " +
+                               std::to_string(after + TableBytes()) + " bytes; the limit is " +
+                               std::to_string(Limit()));
+    }
   }
-  p.n_dormant += units.size();
-  if (ForUnits(il, units, pool, [&](const UnitRecord& u, float* k, float* v) {
-        std::memset(FullSlot(il, u), 0, p.full_bytes());  // the slot may have had another owner
-        DecodeUnit(il, u, FullSlot(il, u), k, v);
-      }))
-    return true;
-  for (size_t i = units.size(); i-- > 0;) RemoveFullSlot(il, *units[i]);
-  return false;
+  std::vector<size_t> promoted(sequences.size());
+  for (const UnitWrite& w : sorted.write) {
+    const UnitRecord& u = *w.unit;
+    const bool to_full = (w.moves[0] && w.to[0] == 0) || (w.moves[1] && w.to[1] == 0);
+    if (to_full && !u.dormant()) ++promoted[windows[u.window].seq];
+  }
+  for (SeqId id = 0; id < sequences.size(); ++id) {
+    if (promoted[id] == 0) continue;
+    LayerSeq& ls = sequences[id]->layers[il];
+    GrowLedger(ls, ls.ledger.size() + promoted[id]);
+  }
+  for (const BlockCount& count : n_new) QEVICT_RETURN_IF_ERROR(count.pool->Reserve(count.n));
+  return {};
 }
 
-/// Removes records of units without slots, and windows that no layer holds any more. Returns the
+/// Pages of the arena when the moves are done.
+uint64_t KvCache::Impl::PagesAfter(uint32_t il, const SortedMoves& sorted,
+                                   const std::vector<BlockCount>& n_new) const {
+  std::vector<BlockCount> n_gone;
+  const auto gone = [&](const UnitSides& u, Side s) {
+    BlockPool& pool = PoolOf(il, s, u.rung(s));
+    if (u.has(s) && pool.refs(u.block(s)) == 1) CountBlock(n_gone, pool);
+  };
+  for (const UnitRecord* u : sorted.evict) {
+    for (const Side s : kBothSides) gone(*u, s);
+    if (!u->dormant()) continue;
+    const LedgerEntry* entry = FindLedger(sequences[windows[u->window].seq]->layers[il], u->window);
+    for (const Side s : kBothSides) gone(*entry, s);
+  }
+  for (const UnitWrite& w : sorted.write) {
+    for (const Side s : kBothSides) {
+      const size_t i = static_cast<size_t>(s);
+      if (w.moves[i] && w.to[i] != kFullRung) gone(*w.unit, s);
+    }
+  }
+  const auto of = [](const std::vector<BlockCount>& counts, const BlockPool* pool) -> size_t {
+    for (const BlockCount& count : counts) {
+      if (count.pool == pool) return count.n;
+    }
+    return 0;
+  };
+  uint64_t pages = 0;
+  for (const auto& pool : pools) {
+    pages += pool->PagesOf(pool->used() + of(n_new, pool.get()) - of(n_gone, pool.get()));
+  }
+  return pages;
+}
+
+/// One side of a unit takes its new block. What it leaves goes to the ledger or to `freed`.
+void KvCache::Impl::SwitchSide(uint32_t il, const UnitWrite& w, Side s,
+                               std::vector<FreedBlock>& freed) {
+  const size_t i = static_cast<size_t>(s);
+  UnitRecord& u = *w.unit;
+  const Rung from = u.rung(s), to = w.to[i];
+  const BlockId old = u.block(s);
+  BlockId target = w.target[i];
+  LedgerEntry* entry = u.dormant() ? FindLedger(sequences[windows[u.window].seq]->layers[il],
+                                                u.window)
+                                   : nullptr;
+  if (to != kFullRung && entry && entry->has(s)) {  // codes are attended again, or are outdated
+    StoreOf(il).dormant_bytes -= PoolOf(il, s, entry->rung(s)).block_bytes();
+    if (w.reuses[i]) {
+      target = entry->block(s);
+    } else {
+      freed.push_back({&PoolOf(il, s, entry->rung(s)), entry->block(s)});
+    }
+    entry->Drop(s);
+  }
+  u.Set(s, to, target);
+  if (to == kFullRung) {
+    AddLedger(il, u, s, from, old);
+  } else {
+    freed.push_back({&PoolOf(il, s, from), old});
+  }
+}
+
+/// From the highest slot down: then a hole is never filled with a block that is about to go.
+void KvCache::Impl::Free(std::vector<FreedBlock>& freed) {
+  std::sort(freed.begin(), freed.end(), [](const FreedBlock& a, const FreedBlock& b) {
+    if (a.pool != b.pool) return std::less<>()(a.pool, b.pool);
+    return a.pool->slot(a.id) > b.pool->slot(b.id);
+  });
+  for (const FreedBlock& f : freed) f.pool->Unref(f.id);
+}
+
+/// Units take their new blocks, evicted ones lose theirs. Cannot fail.
+void KvCache::Impl::SwitchAll(uint32_t il, const SortedMoves& sorted,
+                              std::vector<FreedBlock>& freed) {
+  for (const UnitWrite& w : sorted.write) {
+    for (const Side s : kBothSides) {
+      if (w.moves[static_cast<size_t>(s)]) SwitchSide(il, w, s, freed);
+    }
+    UnitRecord& u = *w.unit;
+    if (u.holds_codes()) windows[u.window].flags |= WindowRecord::kSealed;
+    if (u.holds_codes()) DropEmptyLedger(il, u);
+  }
+  for (UnitRecord* u : sorted.evict) {
+    DropLedger(il, *u);
+    for (const Side s : kBothSides) {
+      freed.push_back({&PoolOf(il, s, u->rung(s)), u->block(s)});
+      u->Drop(s);
+    }
+  }
+  Free(freed);
+}
+
+/// Counts what a commit is about to do.
+void KvCache::Impl::CountMoves(const SortedMoves& sorted) {
+  for (const auto& [u, on] : sorted.pin) counters.promotions += on ? 1 : 0;
+  for (const UnitWrite& w : sorted.write) {
+    const bool promotes = (w.moves[0] && w.to[0] == 0) || (w.moves[1] && w.to[1] == 0);
+    bool encodes = false;
+    for (size_t i = 0; i < kSides; ++i) encodes |= w.moves[i] && !w.reuses[i] && w.to[i] != 0;
+    const bool demotes = (w.moves[0] && w.to[0] != 0) || (w.moves[1] && w.to[1] != 0);
+    counters.promotions += promotes ? 1 : 0;
+    counters.first_encodings += encodes ? 1 : 0;
+    counters.demotions += demotes ? 1 : 0;
+  }
+}
+
+Status KvCache::Impl::Commit(uint32_t il, std::vector<UnitMove>& moves, ParallelFor& pool) {
+  SortedMoves sorted = SortMoves(il, moves);
+  std::vector<FreedBlock> freed;
+  freed.reserve(2 * (sorted.evict.size() + 2 * sorted.write.size()));
+  QEVICT_RETURN_IF_ERROR(ReserveForCommit(il, sorted));
+  const bool encodes = std::any_of(sorted.write.begin(), sorted.write.end(), [](const auto& w) {
+    return (w.moves[0] && w.to[0] != 0) || (w.moves[1] && w.to[1] != 0);
+  });
+  if (encodes) LearnCodec(il);
+  if (!WriteAll(il, sorted.write, pool)) {
+    TrimStores();
+    return OutOfMemory();
+  }
+  CountMoves(sorted);
+  for (auto& [u, on] : sorted.pin) u->set_pinned(on);
+  SwitchAll(il, sorted, freed);
+  counters.evictions += ForgetEvicted(il, moves);
+  TrimStores();
+  return {};
+}
+
+/// Removes records of units without blocks, and windows that no layer holds any more. Returns the
 /// number of units.
 size_t KvCache::Impl::ForgetEvicted(uint32_t il, const std::vector<UnitMove>& moves) {
   size_t n_gone = 0;
@@ -268,7 +354,7 @@ size_t KvCache::Impl::ForgetEvicted(uint32_t il, const std::vector<UnitMove>& mo
     size_t kept = 0;
     bool dropped = false;
     for (const UnitRecord& u : units) {
-      if (u.has_full() || u.has_codes()) {
+      if (!u.empty()) {
         units[kept++] = u;
         continue;
       }

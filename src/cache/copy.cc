@@ -1,46 +1,37 @@
-// CopyStream: a deep copy of one stream's sequences, units and slots.
-#include <cstring>
-
+// CopyStream: a copy-on-write fork of one stream. Windows and units get records of their own; their
+// blocks are shared until one side changes them, so that time and memory grow with the number of
+// windows and not with their bytes.
 #include "cache/kv_cache_impl.h"
 
 namespace qevict {
 
-/// Slots that the units of a stream hold in one pool.
-void KvCache::Impl::CountSlots(uint32_t stream, size_t pool, size_t& n_full,
-                               size_t& n_packed) const {
-  n_full = n_packed = 0;
-  for (const auto& s : sequences) {
-    if (!s || s->stream != stream) continue;
-    for (const LayerSeq& ls : s->layers) {
-      if (layers[static_cast<size_t>(&ls - s->layers.data())].pools != pool) continue;
-      for (const UnitRecord& u : ls.units) {
-        n_full += u.has_full() ? 1 : 0;
-        n_packed += u.has_codes() ? 1 : 0;
-      }
-    }
-  }
+/// One more owner of a block; a block that has as many as can be counted is copied. Requires room
+/// for the copy (CheckCopy).
+void KvCache::Impl::ShareBlock(uint32_t il, UnitSides& u, Side s) {
+  if (!u.has(s)) return;
+  BlockPool& pool = PoolOf(il, s, u.rung(s));
+  if (!pool.Ref(u.block(s))) u.Set(s, u.rung(s), pool.Clone(u.block(s)));
 }
 
-/// A copy of a slot at the end of its pool; the region has room for it.
-uint32_t KvCache::Impl::DuplicateSlot(uint32_t il, bool packed, uint32_t slot, WindowId owner) {
-  ShapePools& p = PoolsOf(il);
-  SlotPool& pool = packed ? p.packed : p.full;
-  const uint32_t fresh = static_cast<uint32_t>(pool.used());
-  std::memcpy(pool.region->slot(fresh), pool.region->slot(slot), pool.region->slot_bytes());
-  GrowTight(pool.owners, pool.used() + 1);
-  pool.owners.push_back({owner, il});
-  if (packed && config.check) pool.checksums.push_back(uint32_t{pool.checksums[slot]});
-  return fresh;
-}
-
-/// A copy of a unit for another window, which has a record but no unit in this layer yet.
-void KvCache::Impl::DuplicateUnit(uint32_t il, const UnitRecord& from, WindowId to) {
+/// A unit for another window, with the same blocks. That window has a record, but no unit in this
+/// layer yet. Requires room in the lists.
+void KvCache::Impl::ShareUnit(uint32_t il, const UnitRecord& from, WindowId to) {
+  const LedgerEntry* entry =
+      from.dormant() ? FindLedger(sequences[windows[from.window].seq]->layers[il], from.window)
+                     : nullptr;
+  LedgerEntry codes;
+  if (entry) codes = *entry;
   UnitRecord u = from;
   u.window = to;
-  if (u.has_full()) u.full_slot = DuplicateSlot(il, false, from.full_slot, to);
-  if (u.has_codes()) u.set_packed_slot(DuplicateSlot(il, true, from.packed_slot(), to));
-  if (u.has_full() && u.has_codes()) ++PoolsOf(il).n_dormant;
+  u.set_dormant(false);
+  for (const Side s : kBothSides) ShareBlock(il, u, s);
   AddUnit(sequences[windows[to].seq]->layers[il], u);
+  if (!entry) return;
+  UnitRecord& added = *FindUnit(windows[to].seq, il, to);
+  for (const Side s : kBothSides) {
+    ShareBlock(il, codes, s);
+    if (codes.has(s)) AddLedger(il, added, s, codes.rung(s), codes.block(s));
+  }
 }
 
 void KvCache::Impl::DropStream(uint32_t stream) {
@@ -51,31 +42,93 @@ void KvCache::Impl::DropStream(uint32_t stream) {
   FinishChange();
 }
 
+/// Bytes of records that a copy of a sequence takes.
+static uint64_t RecordBytes(const Sequence& s, uint32_t window) {
+  uint64_t bytes = sizeof(Sequence) + TightCapacity(s.windows.size()) * sizeof(WindowId);
+  bytes += s.windows.size() * (sizeof(WindowRecord) + window * sizeof(uint32_t));
+  for (const LayerSeq& ls : s.layers) {
+    bytes += sizeof(LayerSeq) + TightCapacity(ls.units.size()) * sizeof(UnitRecord) +
+             TightCapacity(ls.ledger.size()) * sizeof(LedgerEntry);
+  }
+  return bytes;
+}
+
+/// Room for the copies of blocks that cannot be shared once more, and the limit for the records.
+Status KvCache::Impl::CheckCopy(uint32_t src) const {
+  uint64_t bytes = CapacityBytes(streams[src].cells);
+  for (const auto& s : sequences) {
+    if (s && s->stream == src) bytes += RecordBytes(*s, config.window);
+  }
+  if (!LimitInForce() || HeldBytes() + bytes <= Limit()) return {};
+  return ResourceExhausted("a copy of stream " + std::to_string(src) + " needs " +
+                           std::to_string(HeldBytes() + bytes) +
+                           " bytes in total; the budget is " + std::to_string(Limit()));
+}
+
+/// Pages and tables for blocks whose references are used up.
+Status KvCache::Impl::ReserveCopies(uint32_t src) {
+  for (const auto& s : sequences) {
+    if (!s || s->stream != src) continue;
+    for (uint32_t il = 0; il < layers.size(); ++il) {
+      const auto reserve = [&](const UnitSides& u) -> Status {
+        for (const Side side : kBothSides) {
+          if (!u.has(side)) continue;
+          BlockPool& pool = PoolOf(il, side, u.rung(side));
+          if (pool.refs(u.block(side)) < BlockPool::kMaxRefs) continue;
+          QEVICT_RETURN_IF_ERROR(pool.Reserve(s->windows.size()));
+        }
+        return {};
+      };
+      for (const UnitRecord& u : s->layers[il].units) QEVICT_RETURN_IF_ERROR(reserve(u));
+      for (const LedgerEntry& e : s->layers[il].ledger) QEVICT_RETURN_IF_ERROR(reserve(e));
+    }
+  }
+  return {};
+}
+
 void KvCache::Impl::CopySequence(SeqId from, uint32_t stream) {
   const SeqId to = CreateSequence(stream);
   Sequence& src = *sequences[from];
   Sequence& dst = *sequences[to];
+  GrowTight(dst.windows, src.windows.size());
+  for (uint32_t il = 0; il < layers.size(); ++il) {
+    GrowUnits(dst.layers[il], src.layers[il].units.size());
+    GrowLedger(dst.layers[il], src.layers[il].ledger.size());
+    dst.layers[il].routed = src.layers[il].routed;
+  }
   dst.facts() = src.facts();
-  const std::vector<WindowId> src_windows = src.windows;
-  for (const WindowId id : src_windows) {
+  dst.live = dst.evicted = 0;  // counted as they come: a copy that stops half way is sound
+  std::vector<WindowId> copies;
+  copies.reserve(src.windows.size());
+  for (const WindowId id : src.windows) {
     const WindowId copy = NewWindow(to, 0, true, false);
+    copies.push_back(copy);
     const uint32_t birth = windows[copy].birth;
     windows[copy] = windows[id];
     windows[copy].seq = to;
     windows[copy].birth = birth;
+    windows[copy].n_units = 0;
     for (uint32_t t = 0; t < windows[id].n_tokens; ++t) {
       CellsOf(copy)[t] = CellsOf(id)[t];
-      if ((windows[id].live >> t) & 1u) SetCell(stream, CellsOf(id)[t], CellCode({copy, t}));
+      if (((windows[id].live >> t) & 1u) == 0) continue;
+      SetCell(stream, CellsOf(id)[t], CellCode({copy, t}));
+      ++dst.live;
     }
     if (src.tail.window == id) dst.tail = {copy, src.tail.offset};
-    for (uint32_t il = 0; il < layers.size(); ++il) {
-      if (const UnitRecord* u = FindUnit(from, il, id)) DuplicateUnit(il, *u, copy);
+  }
+  for (uint32_t il = 0; il < layers.size(); ++il) {
+    size_t at = 0;
+    for (const UnitRecord& u : src.layers[il].units) {
+      while (src.windows[at] != u.window) ++at;
+      ShareUnit(il, u, copies[at]);
+      ++windows[copies[at]].n_units;
     }
   }
-  for (uint32_t il = 0; il < layers.size(); ++il) dst.layers[il].routed = src.layers[il].routed;
-  const std::vector<uint32_t> src_cells = streams[src.stream].cells;
-  for (uint32_t cell = 0; cell < src_cells.size() && src.evicted > 0; ++cell) {
-    if (src_cells[cell] == (kEvictedMark | from)) SetCell(stream, cell, kEvictedMark | to);
+  const size_t n_cells = src.evicted > 0 ? streams[src.stream].cells.size() : 0;
+  for (uint32_t cell = 0; cell < n_cells; ++cell) {
+    if (streams[src.stream].cells[cell] != (kEvictedMark | from)) continue;
+    SetCell(stream, cell, kEvictedMark | to);
+    ++dst.evicted;
   }
 }
 
@@ -85,26 +138,18 @@ Status KvCache::Impl::CopyStream(uint32_t src, uint32_t dst) {
   }
   if (src == dst) return {};
   DropStream(dst);
-  Status status;
-  for (size_t i = 0; i < pools.size() && status.ok(); ++i) {
-    size_t n_full = 0, n_packed = 0;
-    CountSlots(src, i, n_full, n_packed);
-    status = pools[i].full.region->Resize(pools[i].full.used() + n_full);
-    if (status.ok()) status = pools[i].packed.region->Resize(pools[i].packed.used() + n_packed);
-  }
-  if (status.ok()) {
+  Status status = CheckCopy(src);
+  if (status.ok()) status = ReserveCopies(src);
+  try {
     std::vector<SeqId> ids;
-    for (SeqId id = 0; id < sequences.size(); ++id) {
+    for (SeqId id = 0; status.ok() && id < sequences.size(); ++id) {
       if (sequences[id] && sequences[id]->stream == src) ids.push_back(id);
     }
     std::sort(ids.begin(), ids.end(),
               [&](SeqId a, SeqId b) { return sequences[a]->created < sequences[b]->created; });
     for (const SeqId id : ids) CopySequence(id, dst);
-    if (LimitInForce() && HeldBytes() > Limit()) {
-      status = ResourceExhausted("a copy of stream " + std::to_string(src) + " needs " +
-                                 std::to_string(HeldBytes()) + " bytes in total; the budget is " +
-                                 std::to_string(Limit()));
-    }
+  } catch (const std::bad_alloc&) {
+    status = OutOfMemory();
   }
   if (!status.ok()) DropStream(dst);
   FinishChange();

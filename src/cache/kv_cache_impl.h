@@ -1,19 +1,21 @@
 // Insides of KvCache, shared by the files of src/cache. No other module includes this header.
 //
-//   streams_[s].cells   cell -> window * 32 + offset | evicted mark + sequence | kNone
-//   windows_[w]         facts of a window, the same in all layers
-//   sequences_[q]       windows in order; per layer the units (accessible windows) in the same
-//   order pools_[c]           per distinct layer shape: full slots and packed slots, dense, with
-//   owners
+//   streams[s].cells     cell -> window * 32 + offset | evicted mark + sequence | kNone
+//   windows[w]           facts of a window, the same in all layers
+//   sequences[q]         windows in order; per layer the units (accessible windows) in that order
+//   stores[c]            per distinct layer shape: codecs and block sizes of its rungs
+//   pools[p]             blocks of one size, whatever shape, rung and side they are of
 //
-// A unit is one window in one layer: a full slot, a packed slot, or both (full, codes dormant). A
-// window without a unit in a layer is evicted there, or not written yet (n_created tells).
+// A unit is one window in one layer: a block of keys and a block of values, each on a rung. Codes of
+// a side that is full precision now, but was packed before, are dormant: the layer's ledger names
+// them. A window without a unit in a layer is evicted there, or not written yet (n_created tells).
 //
 // Bytes: everything that grows with the tokens is counted. Vectors grow in steps of 1/16
-// (GrowTight) and their capacity counts, not their size.
+// (store/tight.h) and their capacity counts, not their size.
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -33,6 +35,9 @@
 #include "kernels/attention.h"
 #include "kernels/rope_table.h"
 #include "qevict/cache.h"
+#include "qevict/ladder.h"
+#include "store/block_pool.h"
+#include "store/tight.h"
 
 namespace qevict {
 
@@ -45,66 +50,63 @@ inline constexpr uint32_t kEvictedMark = 0x80000000u;
 inline constexpr uint32_t kMaxSpeculation = 32;
 inline constexpr size_t kPageBytes = 4096;
 
-/// Grows capacity to at least n in steps of 1/16.
-template <typename T>
-void GrowTight(std::vector<T>& v, size_t n) {
-  if (v.capacity() < n) v.reserve(n + std::max<size_t>(4, n / 16));
-}
 /// When the system refuses memory. Short enough for a string to hold it without allocating.
 inline Status OutOfMemory() { return ResourceExhausted("out of memory"); }
-/// Gives capacity beyond two growth steps back, if the system has room for a copy meanwhile.
-template <typename T>
-void TrimTight(std::vector<T>& v) noexcept {
-  const size_t n = v.size();
-  if (v.capacity() <= (n == 0 ? 0 : n + 2 * std::max<size_t>(4, n / 16))) return;
-  try {
-    std::vector<T> fresh;
-    if (n > 0) fresh.reserve(n + std::max<size_t>(4, n / 16));
-    fresh.assign(v.begin(), v.end());
-    v.swap(fresh);
-  } catch (const std::bad_alloc&) {  // it stays as large as it is
+/// Handles of a unit's two blocks, each with its rung and a flag.
+class UnitSides {
+ public:
+  static constexpr BlockId kNoBlock = (1u << 27) - 1;
+
+  bool has(Side s) const { return block(s) != kNoBlock; }
+  BlockId block(Side s) const { return words_[static_cast<size_t>(s)] & kNoBlock; }
+  Rung rung(Side s) const { return static_cast<Rung>(words_[static_cast<size_t>(s)] >> 27 & 7u); }
+  void Set(Side s, Rung rung, BlockId id) {
+    uint32_t& word = words_[static_cast<size_t>(s)];
+    word = (word & kFlag) | static_cast<uint32_t>(rung) << 27 | id;
   }
-}
-/// Capacity in bytes after growing to size + added.
-template <typename T>
-uint64_t GrownBytes(const std::vector<T>& v, size_t added) {
-  const size_t n = v.size() + added;
-  const size_t capacity = v.capacity() >= n ? v.capacity() : n + std::max<size_t>(4, n / 16);
-  return capacity * sizeof(T);
-}
-template <typename T>
-uint64_t CapacityBytes(const std::vector<T>& v) {
-  return v.capacity() * sizeof(T);
-}
+  void Drop(Side s) { Set(s, kFullRung, kNoBlock); }
 
-/// One window in one layer.
-struct UnitRecord {
-  static constexpr uint32_t kPinned = 0x80000000u;
-  static constexpr uint32_t kNoSlot = 0x7FFFFFFFu;
+ protected:
+  static constexpr uint32_t kFlag = 1u << 31;
+  bool flag(Side s) const { return (words_[static_cast<size_t>(s)] & kFlag) != 0; }
+  void set_flag(Side s, bool on) {
+    uint32_t& word = words_[static_cast<size_t>(s)];
+    word = on ? word | kFlag : word & ~kFlag;
+  }
 
+ private:
+  uint32_t words_[kSides] = {kNoBlock, kNoBlock};
+};
+
+/// One window in one layer. Both sides have a block; neither has one only while a move is under way.
+struct UnitRecord : UnitSides {
   WindowId window = kNone;
-  uint32_t full_slot = kNone;
-  uint32_t packed = kNoSlot;  // bit 31: ranked as full precision, but stays packed
   float score = 0.0f;
 
-  bool has_full() const { return full_slot != kNone; }
-  bool has_codes() const { return packed_slot() != kNoSlot; }
-  uint32_t packed_slot() const { return packed & ~kPinned; }
-  void set_packed_slot(uint32_t slot) { packed = (packed & kPinned) | slot; }
-  bool pinned() const { return (packed & kPinned) != 0; }
-  void set_pinned(bool on) { packed = on ? packed | kPinned : packed & ~kPinned; }
+  bool full(Side s) const { return has(s) && rung(s) == kFullRung; }
+  /// Both sides are full precision.
+  bool full() const { return full(Side::kKeys) && full(Side::kValues); }
+  bool empty() const { return !has(Side::kKeys) && !has(Side::kValues); }
+  bool holds_codes() const { return rung(Side::kKeys) != 0 || rung(Side::kValues) != 0; }
+  /// The layer's ledger names codes of sides that are full precision now.
+  bool dormant() const { return flag(Side::kKeys); }
+  void set_dormant(bool on) { set_flag(Side::kKeys, on); }
+  /// Ranked as full precision, but stays packed.
+  bool pinned() const { return flag(Side::kValues); }
+  void set_pinned(bool on) { set_flag(Side::kValues, on); }
 };
 static_assert(sizeof(UnitRecord) == 16);
 
-struct SlotOwner {
-  WindowId window;
-  uint32_t layer;
+/// Codes that are kept beside full precision; a side without them has no block.
+struct LedgerEntry : UnitSides {
+  WindowId window = kNone;
 };
+static_assert(sizeof(LedgerEntry) == 12);
 
-/// Bytes of records that a unit and each of its slots cost, two growth steps (1/8) included.
+/// Bytes of records that a unit and each of its blocks cost, two growth steps (1/8) included.
 inline constexpr uint64_t kUnitBytes = sizeof(UnitRecord) + sizeof(UnitRecord) / 8;
-inline constexpr uint64_t kOwnerBytes = sizeof(SlotOwner) + sizeof(SlotOwner) / 8;
-inline constexpr uint64_t kRecordBytes = kUnitBytes + kOwnerBytes;
+inline constexpr uint64_t kLedgerBytes = sizeof(LedgerEntry) + sizeof(LedgerEntry) / 8;
+inline constexpr uint64_t kBlockBytes = BlockPool::kRecordBytes + BlockPool::kRecordBytes / 8 + 1;
 
 struct WindowRecord {
   static constexpr uint8_t kSink = 1;
@@ -128,36 +130,41 @@ struct WindowRecord {
 };
 static_assert(sizeof(WindowRecord) == 24);
 
-/// Dense slots of one kind.
-struct SlotPool {
-  ArenaRegion* region = nullptr;
-  std::vector<SlotOwner> owners;    // [used]
-  std::vector<uint32_t> checksums;  // [used], packed slots under Config::check
-  size_t used() const { return owners.size(); }
+/// One rung of layers of one shape.
+struct RungStore {
+  std::shared_ptr<const codecs::Codec> codec;  // of layers that have not learned another; null: 0
+  std::array<size_t, kSides> head_bytes{};     // of one kv head's block
+  std::array<BlockPool*, kSides> pools{};      // of Impl::pools
+
+  BlockPool& pool(Side s) const { return *pools[static_cast<size_t>(s)]; }
+  size_t bytes_of_head(Side s) const { return head_bytes[static_cast<size_t>(s)]; }
 };
 
-/// Slots shared by the layers of one shape.
-struct ShapePools {
+/// What layers of one shape have in common.
+struct ShapeStore {
   LayerShape shape{};
   uint32_t n_layers = 0;
-  size_t full_head_bytes = 0, packed_head_bytes = 0;
-  size_t learned_bytes = 0;                    // per layer
-  std::shared_ptr<const codecs::Codec> codec;  // of layers that have not learned another
-  SlotPool full, packed;
-  uint64_t n_dormant = 0;
+  size_t learned_bytes = 0;  // per layer
+  std::vector<RungStore> rungs;
+  uint64_t dormant_bytes = 0;  // of blocks that ledgers name
 
-  uint64_t full_bytes() const { return full_head_bytes * shape.n_kv_heads; }
-  uint64_t packed_bytes() const { return packed_head_bytes * shape.n_kv_heads; }
-  /// M_f and M_q.
-  UnitCosts costs() const { return {full_bytes() + kRecordBytes, packed_bytes() + kRecordBytes}; }
+  /// What a block costs, its record included.
+  uint64_t BlockCost(Side s, Rung r) const {
+    return rungs[r].pool(s).block_bytes() + kBlockBytes;
+  }
+  uint64_t UnitCost(Rung k, Rung v) const {
+    return kUnitBytes + BlockCost(Side::kKeys, k) + BlockCost(Side::kValues, v);
+  }
+  /// M_f, and M_q of the first packed rung.
+  UnitCosts costs() const { return {UnitCost(0, 0), rungs.size() > 1 ? UnitCost(1, 1) : 0}; }
 };
 
 struct LayerState {
-  uint32_t pools = 0;
+  uint32_t store = 0;
   RopeParams rope;
   uint32_t rope_table = kNone;
   uint64_t f16_token_bytes = 0;
-  std::shared_ptr<const codecs::Codec> codec;
+  std::vector<std::shared_ptr<const codecs::Codec>> codecs;  // by rung; null for full precision
   std::vector<float> query_energy;  // [n_kv_heads][head_dim], for codecs that learn
   bool learned = false;             // the layer's rows have been looked at
   bool calibrated = false;          // the codec is made of given statistics
@@ -166,6 +173,7 @@ struct LayerState {
 /// One layer of one sequence.
 struct LayerSeq {
   std::vector<UnitRecord> units;
+  std::vector<LedgerEntry> ledger;  // of units that are dormant(), in their order
   bool routed = false;  // since the sequence began
 };
 
@@ -207,14 +215,37 @@ struct Stream {
 struct UnitMove {
   SeqId seq;
   uint32_t index;  // in units
-  Placement to;
+  Rung k, v;       // kGone: both
+  bool pinned = false;
 };
 
-/// Moves of a commit by kind; `demote` includes `encode`.
+/// A unit whose sides change their rungs.
+struct UnitWrite {
+  UnitRecord* unit;
+  std::array<Rung, kSides> to;
+  std::array<bool, kSides> moves;   // the side changes its rung
+  std::array<bool, kSides> reuses;  // to codes that the ledger has
+  std::array<BlockId, kSides> target{UnitSides::kNoBlock, UnitSides::kNoBlock};  // to be written
+};
+
+/// Moves of a commit by kind.
 struct SortedMoves {
-  std::vector<UnitRecord*> free_packed, free_full;  // of evicted units
-  std::vector<UnitRecord*> encode, demote, promote;
+  std::vector<UnitRecord*> evict;
+  std::vector<UnitWrite> write;
   std::vector<std::pair<UnitRecord*, bool>> pin;
+};
+
+/// So many blocks of a pool.
+struct BlockCount {
+  BlockPool* pool;
+  size_t n;
+};
+/// Adds to the count of a pool in a short list.
+void CountBlock(std::vector<BlockCount>& counts, BlockPool& pool, size_t n = 1);
+
+struct FreedBlock {
+  BlockPool* pool;
+  BlockId id;
 };
 
 /// One sequence in the plan of one layer.
@@ -249,7 +280,8 @@ struct KvCache::Impl {
   // --- fixed at creation ---
   Config config;
   std::vector<LayerState> layers;
-  std::vector<ShapePools> pools;
+  std::vector<ShapeStore> stores;
+  std::vector<std::unique_ptr<BlockPool>> pools;
   std::vector<std::unique_ptr<kernels::RopeTable>> rope_tables;
   uint32_t n_streams = 0, cells_per_stream = 0, budget_tokens = 0;
   uint64_t f16_token_bytes = 0;
@@ -265,7 +297,7 @@ struct KvCache::Impl {
   uint32_t next_birth = 0;
   uint64_t clock = 0;
   int32_t max_pos = 0;
-  uint64_t unit_table_bytes = 0;  // capacity of all unit vectors
+  uint64_t unit_table_bytes = 0;  // capacity of all unit vectors and ledgers
   CacheStats counters;            // events, promotions, ... and peaks
   bool limit_on = false;
   bool routing_all = false;
@@ -281,26 +313,47 @@ struct KvCache::Impl {
   } reading;
 
   // storage.cc
-  Status InitPools(std::vector<LayerShape> shapes);
+  Status InitStores(std::vector<LayerShape> shapes);
   void DropUnusedRopeTable(uint32_t table);
-  ShapePools& PoolsOf(uint32_t il) { return pools[layers[il].pools]; }
-  const ShapePools& PoolsOf(uint32_t il) const { return pools[layers[il].pools]; }
-  uint8_t* FullSlot(uint32_t il, const UnitRecord& u) const {
-    return PoolsOf(il).full.region->slot(u.full_slot);
+  ShapeStore& StoreOf(uint32_t il) { return stores[layers[il].store]; }
+  const ShapeStore& StoreOf(uint32_t il) const { return stores[layers[il].store]; }
+  BlockPool& PoolOf(uint32_t il, Side s, Rung r) const { return StoreOf(il).rungs[r].pool(s); }
+  Status AddPools(ShapeStore& store, uint64_t max_blocks);
+  /// f(layer, unit, side, is_dormant) for every block that a unit or ledger refers to.
+  template <typename F>
+  void ForBlocks(const F& f) {
+    for (const auto& s : sequences) {
+      for (uint32_t il = 0; s && il < layers.size(); ++il) {
+        for (const Side side : kBothSides) {
+          for (UnitRecord& u : s->layers[il].units) {
+            if (u.has(side)) f(il, u, side, false);
+          }
+          for (LedgerEntry& e : s->layers[il].ledger) {
+            if (e.has(side)) f(il, e, side, true);
+          }
+        }
+      }
+    }
   }
-  uint8_t* PackedSlot(uint32_t il, const UnitRecord& u) const {
-    return PoolsOf(il).packed.region->slot(u.packed_slot());
+  uint8_t* Block(uint32_t il, const UnitSides& u, Side s) const {
+    return StoreOf(il).rungs[u.rung(s)].pool(s).data(u.block(s));
   }
   Status Write(uint32_t il, std::span<const TokenRef> refs, const float* rows, size_t row_stride,
-               bool is_k, ParallelFor& pool);
-  Status GrowPool(SlotPool& pool, size_t n_slots);
+               Side side, ParallelFor& pool);
   Status CreateUnits(uint32_t il, std::span<const TokenRef> refs);
-  void RemoveFullSlot(uint32_t il, UnitRecord& u);
-  void RemovePackedSlot(uint32_t il, UnitRecord& u);
-  void RemoveSlot(uint32_t il, bool packed, uint32_t slot);
-  void TrimPools();
+  Status CheckRefs(uint32_t il, std::span<const TokenRef> refs, std::vector<WindowId>& fresh);
+  Status OwnBlocks(uint32_t il, UnitSides& u, Side side);
+  Status LimitAllows(uint64_t growth) const;
+  void DropBlock(uint32_t il, UnitSides& u, Side s);
+  void DropLedger(uint32_t il, UnitRecord& u);
+  void DropEmptyLedger(uint32_t il, UnitRecord& u);
+  LedgerEntry* FindLedger(const LayerSeq& ls, WindowId w) const;
+  void AddLedger(uint32_t il, UnitRecord& u, Side s, Rung r, BlockId id);
+  void TrimStores();
+  void CompactHandles(BlockPool& pool);
   void AddUnit(LayerSeq& ls, const UnitRecord& u);
   void GrowUnits(LayerSeq& ls, size_t n);
+  void GrowLedger(LayerSeq& ls, size_t n);
   void TrimUnits(LayerSeq& ls);
   UnitRecord* FindUnit(SeqId seq, uint32_t il, WindowId w);
   const UnitRecord* FindUnit(SeqId seq, uint32_t il, WindowId w) const {
@@ -386,32 +439,39 @@ struct KvCache::Impl {
   // commit.cc
   Status Commit(uint32_t il, std::vector<UnitMove>& moves, ParallelFor& pool);
   SortedMoves SortMoves(uint32_t il, const std::vector<UnitMove>& moves);
-  Status ReserveForCommit(uint32_t il, size_t n_full, size_t n_packed);
-  void FreeSlots(uint32_t il, bool packed, std::vector<UnitRecord*>& units);
-  template <typename F>
-  bool ForUnits(uint32_t il, const std::vector<UnitRecord*>& units, ParallelFor& pool,
-                const F& write);
-  bool EncodeAll(uint32_t il, const std::vector<UnitRecord*>& units, ParallelFor& pool);
-  bool DecodeAll(uint32_t il, const std::vector<UnitRecord*>& units, ParallelFor& pool);
+  Status ReserveForCommit(uint32_t il, const SortedMoves& sorted);
+  uint64_t PagesAfter(uint32_t il, const SortedMoves& sorted,
+                      const std::vector<BlockCount>& n_new) const;
+  bool WriteAll(uint32_t il, std::vector<UnitWrite>& writes, ParallelFor& pool);
+  void WriteUnit(uint32_t il, const UnitWrite& w, float* k, float* v) const;
+  void LoadRows(uint32_t il, const UnitRecord& u, const WindowPhases& phases, uint32_t head,
+                float* k, float* v) const;
+  void StoreRows(uint32_t il, const UnitWrite& w, const WindowPhases& phases, uint32_t head,
+                 float* k, float* v) const;
+  void SwitchSide(uint32_t il, const UnitWrite& w, Side s, std::vector<FreedBlock>& freed);
+  void SwitchAll(uint32_t il, const SortedMoves& sorted, std::vector<FreedBlock>& freed);
+  static void Free(std::vector<FreedBlock>& freed);
+  void CountMoves(const SortedMoves& sorted);
   size_t ForgetEvicted(uint32_t il, const std::vector<UnitMove>& moves);
-  void EncodeUnit(uint32_t il, const UnitRecord& u, uint8_t* block, float* k, float* v) const;
-  void DecodeUnit(uint32_t il, const UnitRecord& u, uint8_t* full, float* k, float* v) const;
 
   // copy.cc, shift.cc, state_rows.cc, validate.cc
   void Clear();
   Status CopyStream(uint32_t src, uint32_t dst);
   void CopySequence(SeqId from, uint32_t stream);
   void DropStream(uint32_t stream);
-  void CountSlots(uint32_t stream, size_t pool, size_t& n_full, size_t& n_packed) const;
-  uint32_t DuplicateSlot(uint32_t il, bool packed, uint32_t slot, WindowId owner);
-  void DuplicateUnit(uint32_t il, const UnitRecord& from, WindowId to);
+  Status CheckCopy(uint32_t src) const;
+  Status ReserveCopies(uint32_t src);
+  void ShareUnit(uint32_t il, const UnitRecord& from, WindowId to);
+  void ShareBlock(uint32_t il, UnitSides& u, Side s);
   Status ReserveSplits(const std::vector<std::pair<WindowId, uint32_t>>& splits);
   bool MakeRoomForSplits(const std::vector<std::pair<WindowId, uint32_t>>& splits);
   void SplitWindow(WindowId id, uint32_t live, int32_t delta);
-  void RotateUnit(uint32_t il, const UnitRecord& u, const int32_t* delta);
-  void ScaleKeyGrid(uint32_t il, const UnitRecord& u, float factor);
-  void RotateCodes(uint32_t il, const UnitRecord& u, const int32_t* delta);
-  void NoteCodes(uint32_t il, const UnitRecord& u);
+  bool Rotates(uint32_t il, const UnitRecord& u, const int32_t* delta) const;
+  void RotateSides(uint32_t il, const UnitSides& u, WindowId id, const int32_t* delta);
+  void RotateFull(uint32_t il, const UnitSides& u, WindowId id, const int32_t* delta);
+  void RotateCodes(uint32_t il, const UnitSides& u, WindowId id, const int32_t* delta);
+  void ScaleKeyGrid(uint32_t il, const UnitSides& u, float factor);
+  Status OwnLedger(uint32_t il, UnitRecord& u);
 
   // learn.cc
   void AddQueryEnergy(uint32_t il, const float* squares);
@@ -422,45 +482,49 @@ struct KvCache::Impl {
   void Teach(uint32_t il, size_t max_tokens, codecs::CodecLearner& learner) const;
   float key_bias = 0.0f;  // KvCache::key_bias
   Status ShiftPositions(std::span<const int32_t> delta);
-  void RotateLayer(uint32_t il, std::span<const int32_t> delta, ParallelFor& pool);
-  size_t RowWords(uint32_t il, bool is_k) const {
-    const LayerShape& shape = PoolsOf(il).shape;
-    return size_t{shape.n_kv_heads} * (is_k ? shape.head_dim : shape.head_dim_v);
+  Status RotateLayer(uint32_t il, std::span<const int32_t> delta, ParallelFor& pool);
+  uint32_t HeadDim(uint32_t il, Side s) const {
+    const LayerShape& shape = StoreOf(il).shape;
+    return s == Side::kKeys ? shape.head_dim : shape.head_dim_v;
   }
-  void ReadRow(uint32_t il, uint32_t stream, uint32_t cell, bool is_k, uint16_t* row);
-  bool FillRow(uint32_t il, uint32_t stream, uint32_t cell, bool is_k, uint16_t* row,
+  size_t RowWords(uint32_t il, Side s) const {
+    return size_t{StoreOf(il).shape.n_kv_heads} * HeadDim(il, s);
+  }
+  void ReadRow(uint32_t il, uint32_t stream, uint32_t cell, Side side, uint16_t* row);
+  bool FillRow(uint32_t il, uint32_t stream, uint32_t cell, Side side, uint16_t* row,
                RowRecord& record) const;
-  void ReadFullRow(uint32_t il, const UnitRecord& u, uint32_t t, bool is_k, uint16_t* row) const;
-  void WriteFullRow(uint32_t il, const UnitRecord& u, uint32_t t, bool is_k, const uint16_t* row);
-  void CopyShare(uint32_t il, uint8_t* slot, bool is_k, const RowRecord& record, uint8_t* bytes,
-                 bool to_slot) const;
-  void ReadDecodedRow(uint32_t il, const UnitRecord& u, uint32_t t, bool is_k, uint16_t* row) const;
+  void ReadFullRow(uint32_t il, const UnitRecord& u, uint32_t t, Side side, uint16_t* row) const;
+  void WriteFullRow(uint32_t il, const UnitRecord& u, uint32_t t, Side side, const uint16_t* row);
+  void CopyShare(uint32_t il, uint8_t* block, Side side, const RowRecord& record, uint8_t* bytes,
+                 bool to_block) const;
+  void ReadDecodedRow(uint32_t il, const UnitRecord& u, uint32_t t, Side side, uint16_t* row) const;
   bool SharesFit(uint32_t il, uint32_t n) const;
-  size_t PartBytes(uint32_t il, bool is_k) const;
-  Status RestoreRows(uint32_t il, uint32_t stream, uint32_t cell0, uint32_t n, bool is_k,
+  bool SavesCodes(uint32_t il, const UnitRecord& u) const;
+  Status RestoreRows(uint32_t il, uint32_t stream, uint32_t cell0, uint32_t n, Side side,
                      const uint16_t* rows);
-  void BeginRestore(uint32_t il, uint32_t stream, bool is_k);
+  void BeginRestore(uint32_t il, uint32_t stream, Side side);
   void FinishRestore();
   void ForgetRestore(SeqId seq);
   void ForgetRestoredWindow(WindowId id);
-  Status RestoreRow(uint32_t il, uint32_t stream, uint32_t cell, bool is_k, const uint16_t* row);
+  Status RestoreRow(uint32_t il, uint32_t stream, uint32_t cell, Side side, const uint16_t* row);
   Status RestoreToken(uint32_t cell, const RowRecord* record, uint64_t hash, TokenRef& ref);
   bool RoomForPosition(int32_t pos0);
   WindowId RestoredWindow(const RowRecord& record);
-  Status RestoreUnit(uint32_t il, TokenRef ref, bool is_k, const RowRecord* record, uint64_t hash,
+  Status RestoreUnit(uint32_t il, TokenRef ref, Side side, const RowRecord* record, uint64_t hash,
                      const uint16_t* row);
-  Status RestoreShare(uint32_t il, TokenRef ref, bool is_k, const RowRecord& record,
+  Status RestoreShare(uint32_t il, TokenRef ref, Side side, const RowRecord& record,
                       const uint16_t* row);
   Status CreatePackedUnit(uint32_t il, WindowId w, float score);
   bool MakeRoomForRestore(uint32_t il);
-  Status RoomForRestoredRow(uint32_t il, bool is_k);
+  Status RoomForRestoredRow(uint32_t il, Side side);
   void SortRestored(SeqId seq);
   CacheStats Stats() const;
+  void CountBlocks(ByteCounts& bytes) const;
   std::vector<std::string> Validate() const;
   void ValidateWindows(std::vector<std::string>& out) const;
   void ValidateUnits(std::vector<std::string>& out) const;
   void ValidateCells(std::vector<std::string>& out) const;
-  void ValidateSlots(std::vector<std::string>& out) const;
+  void ValidateBlocks(std::vector<std::string>& out) const;
   void ValidateBytes(std::vector<std::string>& out) const;
 };
 
@@ -469,11 +533,15 @@ void StoreKeyRow(uint8_t* block, uint32_t window, uint32_t head_dim, uint32_t t,
                  const uint16_t* row);
 void LoadKeyRow(const uint8_t* block, uint32_t window, uint32_t head_dim, uint32_t t,
                 uint16_t* row);
+/// The same for either side.
+void StoreRow(Side side, uint8_t* block, uint32_t window, uint32_t dim, uint32_t t,
+              const uint16_t* row);
+void LoadRow(Side side, const uint8_t* block, uint32_t window, uint32_t dim, uint32_t t,
+             uint16_t* row);
 inline codecs::RowShape RowsOf(const LayerShape& s) {
   return {s.n_kv_heads, s.head_dim, s.head_dim_v, s.bits};
 }
-/// Layers of one shape share pools.
+/// Layers of one shape share a store.
 bool SameShape(const LayerShape& a, const LayerShape& b);
-uint32_t Checksum(const uint8_t* data, size_t n);
 
 }  // namespace qevict

@@ -33,7 +33,7 @@ class RowSums final : public codecs::CodecLearner {
 }  // namespace
 
 void KvCache::Impl::AddQueryEnergy(uint32_t il, const float* squares) {
-  const LayerShape& shape = PoolsOf(il).shape;
+  const LayerShape& shape = StoreOf(il).shape;
   std::vector<float>& energy = layers[il].query_energy;
   energy.resize(size_t{shape.n_kv_heads} * shape.head_dim);
   for (size_t i = 0; i < energy.size(); ++i) energy[i] += squares[i];
@@ -43,7 +43,8 @@ void KvCache::Impl::AddQueryEnergy(uint32_t il, const float* squares) {
 void KvCache::Impl::Relearn() {
   for (LayerState& layer : layers) {
     if (layer.calibrated) continue;
-    layer.codec = pools[layer.pools].codec;
+    for (size_t r = 0; r < layer.codecs.size(); ++r)
+      layer.codecs[r] = stores[layer.store].rungs[r].codec;
     layer.learned = false;
     layer.query_energy.clear();
   }
@@ -51,21 +52,25 @@ void KvCache::Impl::Relearn() {
 }
 
 bool KvCache::Impl::HoldsCodes(uint32_t il) const {
-  const std::vector<SlotOwner>& owners = PoolsOf(il).packed.owners;
-  return std::any_of(owners.begin(), owners.end(),
-                     [il](const SlotOwner& owner) { return owner.layer == il; });
+  for (const auto& s : sequences) {
+    if (!s) continue;
+    const LayerSeq& ls = s->layers[il];
+    const auto packed = [](const UnitRecord& u) { return u.holds_codes(); };
+    if (!ls.ledger.empty() || std::any_of(ls.units.begin(), ls.units.end(), packed)) return true;
+  }
+  return false;
 }
 
 /// Shows the learner what the layer holds in full precision, evenly thinned to `max_tokens`.
 void KvCache::Impl::Teach(uint32_t il, size_t max_tokens, codecs::CodecLearner& learner) const {
-  const ShapePools& p = PoolsOf(il);
+  const ShapeStore& p = StoreOf(il);
   const uint32_t d = p.shape.head_dim, dv = p.shape.head_dim_v;
   std::vector<const UnitRecord*> units;
   for (const auto& s : sequences) {
     if (!s) continue;
     for (const UnitRecord& u : s->layers[il].units) {
       // Sinks are unlike all other tokens, and never packed.
-      if (u.has_full() && !windows[u.window].has(WindowRecord::kSink)) units.push_back(&u);
+      if (u.full() && !windows[u.window].has(WindowRecord::kSink)) units.push_back(&u);
     }
   }
   const size_t n_tokens = units.size() * config.window;
@@ -76,8 +81,11 @@ void KvCache::Impl::Teach(uint32_t il, size_t max_tokens, codecs::CodecLearner& 
     const WindowRecord& w = windows[units[i]->window];
     const WindowPhases phases(layers[il].rope, w);
     for (uint32_t h = 0; h < p.shape.n_kv_heads; ++h) {
-      const uint8_t* full = FullSlot(il, *units[i]) + h * p.full_head_bytes;
-      const auto* values = reinterpret_cast<const uint16_t*>(full + size_t{config.window} * d * 2);
+      const auto head = [&](Side side) {
+        return Block(il, *units[i], side) + h * p.rungs[kFullRung].bytes_of_head(side);
+      };
+      const uint8_t* full = head(Side::kKeys);
+      const auto* values = reinterpret_cast<const uint16_t*>(head(Side::kValues));
       for (uint32_t t = 0; t < w.n_tokens; ++t) {
         if (((w.live >> t) & 1u) == 0) continue;
         LoadKeyRow(full, config.window, d, t, row);
@@ -93,7 +101,7 @@ void KvCache::Impl::Teach(uint32_t il, size_t max_tokens, codecs::CodecLearner& 
 
 void KvCache::Impl::LearnCodec(uint32_t il) {
   LayerState& layer = layers[il];
-  const ShapePools& p = PoolsOf(il);
+  const ShapeStore& p = StoreOf(il);
   if (codecs::IgnoresKeyMean(config) && !layer.learned) {
     RowSums sums(p.shape);
     Teach(il, kMaxTokens, sums);
@@ -101,18 +109,21 @@ void KvCache::Impl::LearnCodec(uint32_t il) {
       key_bias = std::max(key_bias, codecs::KeyBias(stats));
     layer.learned = !codecs::Learns(config);
   }
-  if (layer.calibrated || !codecs::Learns(config)) return;
-  if (layer.learned && HoldsCodes(il)) return;
-  const auto learner = codecs::MakeLearner(config, RowsOf(p.shape), layer.rope);
-  Teach(il, kMaxTokens, *learner);
-  layer.codec = learner->Make(layer.query_energy);
-  layer.learned = true;
+  if (layer.calibrated || (layer.learned && HoldsCodes(il))) return;
+  const std::vector<Config> rungs = codecs::RungConfigs(config);
+  for (size_t r = 0; r < rungs.size(); ++r) {
+    if (!codecs::Learns(rungs[r])) continue;
+    const auto learner = codecs::MakeLearner(rungs[r], RowsOf(p.shape), layer.rope);
+    Teach(il, kMaxTokens, *learner);
+    layer.codecs[r + 1] = learner->Make(layer.query_energy);
+    layer.learned = true;
+  }
 }
 
 Status KvCache::SetCodecStatistics(uint32_t il, std::span<const codecs::WaterFillStats> stats) {
   Impl& c = *impl_;
   if (il >= c.layers.size()) return OutOfRange("layer " + std::to_string(il) + " does not exist");
-  const LayerShape& shape = c.PoolsOf(il).shape;
+  const LayerShape& shape = c.StoreOf(il).shape;
   const auto fits = [&shape](const codecs::WaterFillStats& s) {
     return s.n > 0 && s.k_sum.size() == shape.head_dim && s.k_square.size() == shape.head_dim &&
            s.v_square.size() == shape.head_dim_v &&
@@ -129,7 +140,11 @@ Status KvCache::SetCodecStatistics(uint32_t il, std::span<const codecs::WaterFil
     return FailedPrecondition("layer " + std::to_string(il) +
                               " holds packed windows; its codec cannot change now");
   }
-  layer.codec = codecs::MakeWaterFill(c.config, RowsOf(shape), layer.rope, stats);
+  const std::vector<Config> rungs = codecs::RungConfigs(c.config);
+  for (size_t r = 0; r < rungs.size(); ++r) {
+    if (rungs[r].codec == CodecId::kWaterFill)
+      layer.codecs[r + 1] = codecs::MakeWaterFill(rungs[r], RowsOf(shape), layer.rope, stats);
+  }
   layer.learned = layer.calibrated = true;
   return {};
 }
@@ -137,7 +152,7 @@ Status KvCache::SetCodecStatistics(uint32_t il, std::span<const codecs::WaterFil
 std::vector<codecs::WaterFillStats> KvCache::CodecStatistics(uint32_t il, size_t max_tokens) const {
   const Impl& c = *impl_;
   if (il >= c.layers.size()) return {};
-  const LayerShape& shape = c.PoolsOf(il).shape;
+  const LayerShape& shape = c.StoreOf(il).shape;
   RowSums sums(shape);
   c.Teach(il, std::max<size_t>(max_tokens, 1), sums);
   const std::vector<float>& energy = c.layers[il].query_energy;

@@ -115,7 +115,7 @@ class ModelTest : public testing::TestWithParam<Variant> {
       return;
     }
     for (uint32_t il = 0; il < engine_->n_layers(); ++il) {
-      cache().RotateLayer(il, delta, engine_->pool());
+      ASSERT_TRUE(cache().RotateLayer(il, delta, engine_->pool()).ok());
     }
     for (auto& [cell, token] : model_[stream]) RotateToken(token, delta[stream * kCells + cell]);
     for (const SeqId seq : cache().Sequences(stream)) {
@@ -228,7 +228,7 @@ class ModelTest : public testing::TestWithParam<Variant> {
         if (info.pos_stride == 1) {
           ASSERT_EQ(info.pos0 + static_cast<int32_t>(t), token.pos);
         }
-        token.coded |= refs[i].format != kernels::WindowFormat::kFull;
+        token.coded |= refs[i].rung_k != kFullRung;
         if (promoted_ && !token.coded) token.coded = Differs(il, token, refs[i], t);
         for (const bool is_k : {true, false}) {
           CompareRow(il, token, engine_->RowInWindow(il, refs[i], t, is_k), is_k,

@@ -23,8 +23,8 @@ constexpr uint32_t kRoomTokens = 64;
 KvCache::Impl::Impl() = default;
 KvCache::Impl::~Impl() = default;
 
-void KvCache::Impl::BeginRestore(uint32_t il, uint32_t stream, bool is_k) {
-  const bool first = is_k && (!restore || restore->stream != stream ||
+void KvCache::Impl::BeginRestore(uint32_t il, uint32_t stream, Side side) {
+  const bool first = side == Side::kKeys && (!restore || restore->stream != stream ||
                               (il == restore->first_layer && restore->filling));
   if (first) {
     FinishRestore();
@@ -35,7 +35,7 @@ void KvCache::Impl::BeginRestore(uint32_t il, uint32_t stream, bool is_k) {
     restore->seq = CreateSequence(stream);
     sequences[restore->seq]->prompt_phase = false;
     sequences[restore->seq]->chain = n_streams > 1;
-  } else if (restore && !is_k) {
+  } else if (restore && side == Side::kValues) {
     restore->filling = true;
   }
 }
@@ -112,19 +112,19 @@ void KvCache::Impl::FinishRestore() {
 }
 
 Status KvCache::Impl::RestoreRows(uint32_t il, uint32_t stream, uint32_t cell0, uint32_t n,
-                                  bool is_k, const uint16_t* rows) {
+                                  Side side, const uint16_t* rows) {
   if (il >= layers.size() || stream >= n_streams || cell0 > cells_per_stream ||
       n > cells_per_stream - cell0) {
     return OutOfRange("rows of layer " + std::to_string(il) + ", stream " + std::to_string(stream) +
                       ", cells " + std::to_string(cell0) + "+" + std::to_string(n) +
                       " lie outside the cache");
   }
-  BeginRestore(il, stream, is_k);
+  BeginRestore(il, stream, side);
   Status result;
-  const size_t n_words = RowWords(il, is_k);
+  const size_t n_words = RowWords(il, side);
   for (uint32_t i = 0; i < n; ++i) {
-    Status status = RoomForRestoredRow(il, is_k);
-    if (status.ok()) status = RestoreRow(il, stream, cell0 + i, is_k, rows + i * n_words);
+    Status status = RoomForRestoredRow(il, side);
+    if (status.ok()) status = RestoreRow(il, stream, cell0 + i, side, rows + i * n_words);
     if (status.ok()) continue;
     if (status.code() != StatusCode::kFailedPrecondition) ReleaseCell(stream, cell0 + i);
     const bool stop = status.code() == StatusCode::kResourceExhausted;
@@ -137,16 +137,17 @@ Status KvCache::Impl::RestoreRows(uint32_t il, uint32_t stream, uint32_t cell0, 
 }
 
 /// Rows that make tokens need records, whatever tier they go to.
-Status KvCache::Impl::RoomForRestoredRow(uint32_t il, bool is_k) {
-  if (!is_k || !restore || il != restore->first_layer || !LimitInForce()) return {};
+Status KvCache::Impl::RoomForRestoredRow(uint32_t il, Side side) {
+  if (side == Side::kValues || !restore || il != restore->first_layer || !LimitInForce()) return {};
   if (HeldBytes() + TableGrowth(1, 1) <= Limit() || MakeRoomForRestore(il)) return {};
   return ResourceExhausted("records of restored tokens exceed the budget of " +
                            std::to_string(Limit()) + " bytes");
 }
 
-Status KvCache::Impl::RestoreRow(uint32_t il, uint32_t stream, uint32_t cell, bool is_k,
+Status KvCache::Impl::RestoreRow(uint32_t il, uint32_t stream, uint32_t cell, Side side,
                                  const uint16_t* row) {
-  const size_t n_words = RowWords(il, is_k);
+  const size_t n_words = RowWords(il, side);
+  const bool is_k = side == Side::kKeys;
   const bool makes_tokens = is_k && restore && il == restore->first_layer;
   if (makes_tokens) ReleaseCell(stream, cell);
   const uint64_t hash = is_k && restore ? restore->chains[il].Next(il, cell, row, n_words) : 0;
@@ -175,7 +176,7 @@ Status KvCache::Impl::RestoreRow(uint32_t il, uint32_t stream, uint32_t cell, bo
                                 " arrive without the first layer's keys");
     }
   }
-  return RestoreUnit(il, ref, is_k, is_record ? &record : nullptr, hash, row);
+  return RestoreUnit(il, ref, side, is_record ? &record : nullptr, hash, row);
 }
 
 /// Makes the token of a cell in the sequence being restored. No ref: it is evicted in every layer.
@@ -256,16 +257,16 @@ WindowId KvCache::Impl::RestoredWindow(const RowRecord& r) {
 }
 
 /// Stores one row of a token that exists.
-Status KvCache::Impl::RestoreUnit(uint32_t il, TokenRef ref, bool is_k, const RowRecord* record,
+Status KvCache::Impl::RestoreUnit(uint32_t il, TokenRef ref, Side side, const RowRecord* record,
                                   uint64_t hash, const uint16_t* row) {
   const uint64_t key = RestoreSession::Key(il, ref.window);
   const auto known = restore->units.find(key);
   UnitRecord* u = FindUnit(restore->seq, il, ref.window);
-  if (record && record->packed()) return RestoreShare(il, ref, is_k, *record, row);
+  if (record && record->packed()) return RestoreShare(il, ref, side, *record, row);
   if (record) {
     if (u) return DataLoss("a saved row says evicted, another one of its window does not");
     if (known != restore->units.end()) return {};
-    if (!is_k) return DataLoss("values of a token whose keys are missing");
+    if (side == Side::kValues) return DataLoss("values of a token whose keys are missing");
     restore->units.emplace(key, RestoredUnit{});
     windows[ref.window].flags |= WindowRecord::kSealed;
     return {};  // counts as written when the restore ends
@@ -274,7 +275,7 @@ Status KvCache::Impl::RestoreUnit(uint32_t il, TokenRef ref, bool is_k, const Ro
     return DataLoss("a saved row is full precision, another one of its window is not");
   }
   if (!u) {
-    if (!is_k) return DataLoss("values of a token whose keys are missing");
+    if (side == Side::kValues) return DataLoss("values of a token whose keys are missing");
     Status status = CreateUnits(il, std::span<const TokenRef>(&ref, 1));
     if (status.code() == StatusCode::kResourceExhausted && MakeRoomForRestore(il)) {
       status = CreateUnits(il, std::span<const TokenRef>(&ref, 1));
@@ -282,19 +283,19 @@ Status KvCache::Impl::RestoreUnit(uint32_t il, TokenRef ref, bool is_k, const Ro
     QEVICT_RETURN_IF_ERROR(status);
     u = FindUnit(restore->seq, il, ref.window);
   }
-  WriteFullRow(il, *u, ref.offset, is_k, row);
+  WriteFullRow(il, *u, ref.offset, side, row);
   RowRecord place;
-  if (is_k && RecallRow(hash, place)) u->score = place.score;
+  if (side == Side::kKeys && RecallRow(hash, place)) u->score = place.score;
   return {};
 }
 
-Status KvCache::Impl::RestoreShare(uint32_t il, TokenRef ref, bool is_k, const RowRecord& record,
+Status KvCache::Impl::RestoreShare(uint32_t il, TokenRef ref, Side side, const RowRecord& record,
                                    const uint16_t* row) {
   if (!SharesFit(il, record.n_shares)) return DataLoss("a saved row is too short for its share");
   const uint64_t key = RestoreSession::Key(il, ref.window);
   auto known = restore->units.find(key);
   if (known == restore->units.end()) {
-    if (!is_k) return DataLoss("values of a token whose keys are missing");
+    if (side == Side::kValues) return DataLoss("values of a token whose keys are missing");
     if (FindUnit(restore->seq, il, ref.window)) {
       return DataLoss("a saved row is packed, another one of its window is not");
     }
@@ -307,34 +308,37 @@ Status KvCache::Impl::RestoreShare(uint32_t il, TokenRef ref, bool is_k, const R
   }
   RestoredUnit& unit = known->second;
   const UnitRecord* u = FindUnit(restore->seq, il, ref.window);
-  uint32_t& shares = is_k ? unit.shares_k : unit.shares_v;
+  uint32_t& shares = side == Side::kKeys ? unit.shares_k : unit.shares_v;
   if (!u || unit.n_shares != record.n_shares || ((shares >> record.share) & 1u)) {
     return DataLoss("shares of a saved window do not match");
   }
   shares |= 1u << record.share;
   uint8_t* bytes = reinterpret_cast<uint8_t*>(const_cast<uint16_t*>(row)) + kRowHeaderBytes;
-  CopyShare(il, PackedSlot(il, *u), is_k, record, bytes, true);
-  NoteCodes(il, *u);
+  CopyShare(il, Block(il, *u, side), side, record, bytes, true);
+  PoolOf(il, side, u->rung(side)).Seal(u->block(side));
   return {};
 }
 
 Status KvCache::Impl::CreatePackedUnit(uint32_t il, WindowId id, float score) {
-  SlotPool& pool = PoolsOf(il).packed;
+  RungStore& rung = StoreOf(il).rungs[1];
   LayerSeq& ls = sequences[windows[id].seq]->layers[il];
-  GrowTight(pool.owners, pool.used() + 1);
+  std::vector<BlockCount> blocks;
+  for (const Side s : kBothSides) CountBlock(blocks, rung.pool(s));
+  uint64_t growth = 0;
+  for (const BlockCount& count : blocks) growth += count.pool->GrowthBytes(count.n);
   GrowUnits(ls, ls.units.size() + 1);
-  if (Status grown = GrowPool(pool, pool.used() + 1); !grown.ok()) {
+  Status grown = LimitAllows(growth);
+  for (const BlockCount& count : blocks) {
+    if (grown.ok()) grown = count.pool->Reserve(count.n);
+  }
+  if (!grown.ok()) {
     TrimUnits(ls);
-    TrimTight(pool.owners);
-    UpdateLimit();
     return grown;
   }
   UnitRecord u;
   u.window = id;
-  u.set_packed_slot(static_cast<uint32_t>(pool.used()));
+  for (const Side s : kBothSides) u.Set(s, 1, rung.pool(s).New());
   u.score = score;
-  pool.owners.push_back({id, il});
-  if (config.check) pool.checksums.resize(pool.used());
   AddUnit(ls, u);
   ++windows[id].n_units;
   ++windows[id].n_created;

@@ -71,7 +71,7 @@ bool KvCache::Impl::AddMassToAll(uint32_t il, std::span<const WindowId> ids,
 
 void KvCache::Impl::AddMass(uint32_t il, std::span<const WindowId> ids, const float* mass,
                             size_t head_stride, uint32_t n_heads, uint32_t n_queries) {
-  const uint32_t n_kv_heads = PoolsOf(il).shape.n_kv_heads;
+  const uint32_t n_kv_heads = StoreOf(il).shape.n_kv_heads;
   WindowMasses masses{mass, head_stride, n_kv_heads, std::max(1u, n_heads / n_kv_heads), n_queries};
   if (config.event_scores) masses.repeat = config.EffectiveInterval();
   if (AddMassToAll(il, ids, masses)) return;
@@ -102,11 +102,13 @@ void KvCache::Impl::AddMass(uint32_t il, std::span<const WindowId> ids, const fl
 }
 
 uint64_t KvCache::Impl::UnitBytes(uint32_t il, const UnitRecord& u) const {
-  const ShapePools& p = PoolsOf(il);
-  uint64_t bytes = kUnitBytes;
-  if (u.has_full()) bytes += p.full_bytes() + kOwnerBytes;
-  if (u.has_codes() && (config.charge_dormant || !u.has_full())) {
-    bytes += p.packed_bytes() + kOwnerBytes;
+  const ShapeStore& store = StoreOf(il);
+  uint64_t bytes = store.UnitCost(u.rung(Side::kKeys), u.rung(Side::kValues));
+  if (!config.charge_dormant || !u.dormant()) return bytes;
+  const LedgerEntry* entry = FindLedger(sequences[windows[u.window].seq]->layers[il], u.window);
+  bytes += kLedgerBytes;
+  for (const Side s : kBothSides) {
+    if (entry->has(s)) bytes += store.BlockCost(s, entry->rung(s));
   }
   return bytes;
 }
@@ -131,14 +133,15 @@ uint32_t KvCache::Impl::FirstRecentBirth(const Sequence& s) const {
 }
 
 void KvCache::Impl::ScoreByKeyNorm(uint32_t il, UnitRecord& u) const {
-  const ShapePools& p = PoolsOf(il);
+  const ShapeStore& p = StoreOf(il);
   const uint32_t d = p.shape.head_dim, n = windows[u.window].n_tokens;
   uint16_t row[kMaxHeadDim];
   float key[kMaxHeadDim];
   double sum = 0.0;
   for (uint32_t h = 0; h < p.shape.n_kv_heads; ++h) {
     for (uint32_t t = 0; t < n; ++t) {
-      LoadKeyRow(FullSlot(il, u) + h * p.full_head_bytes, config.window, d, t, row);
+      LoadKeyRow(Block(il, u, Side::kKeys) + h * p.rungs[kFullRung].bytes_of_head(Side::kKeys),
+                 config.window, d, t, row);
       ConvertTo32(row, d, p.shape.elem_k, key);
       sum += KeyNormSum(key, 1, d);
     }
@@ -149,7 +152,7 @@ void KvCache::Impl::ScoreByKeyNorm(uint32_t il, UnitRecord& u) const {
 /// Fills mandatory bytes and candidates of one sequence in one layer.
 void KvCache::Impl::CollectCandidates(uint32_t il, SeqPlan& plan) {
   Sequence& s = *sequences[plan.id];
-  const uint64_t full_cost = PoolsOf(il).costs().full_bytes;
+  const uint64_t full_cost = StoreOf(il).costs().full_bytes;
   const bool restoring = restore && restore->seq == plan.id;
   const uint32_t first_recent = restoring ? 0 : plan.protect_recents ? FirstRecentBirth(s) : kNone;
   plan.mandatory = 0;
@@ -166,11 +169,11 @@ void KvCache::Impl::CollectCandidates(uint32_t il, SeqPlan& plan) {
       plan.mandatory += UnitBytes(il, u);
       continue;
     }
-    if (config.score == ScoreKind::kKeyNorm && u.has_full() && !u.has_codes()) {
+    if (config.score == ScoreKind::kKeyNorm && u.full(Side::kKeys) && !u.dormant()) {
       ScoreByKeyNorm(il, u);
     }
-    plan.candidates.push_back({w.birth, u.score, u.has_full() ? Tier::kFull : Tier::kPacked,
-                               u.has_codes(), static_cast<uint32_t>(plan.candidates.size())});
+    plan.candidates.push_back({w.birth, u.score, u.full() ? Tier::kFull : Tier::kPacked,
+                               u.holds_codes() || u.dormant(), static_cast<uint32_t>(plan.candidates.size())});
     plan.index.push_back(i);
   }
 }
@@ -227,9 +230,11 @@ Status KvCache::Impl::Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, Par
     const uint64_t history =
         (*share - mandatory) / n_candidates * p.candidates.size() +
         (*share - mandatory) % n_candidates * p.candidates.size() / n_candidates;
-    const Plan plan = MakePlan({p.candidates, PoolsOf(il).costs(), history}, config);
+    const Plan plan = MakePlan({p.candidates, StoreOf(il).costs(), history}, config);
     for (size_t i = 0; i < p.candidates.size(); ++i) {
-      moves.push_back({p.id, p.index[i], plan.placements[i]});
+      const Tier tier = plan.placements[i].tier;
+      const Rung rung = tier == Tier::kFull ? kFullRung : tier == Tier::kPacked ? Rung{1} : kGone;
+      moves.push_back({p.id, p.index[i], rung, rung, plan.placements[i].pinned});
     }
   }
   QEVICT_RETURN_IF_ERROR(Commit(il, moves, pool));
@@ -279,7 +284,7 @@ bool KvCache::Impl::NeedsBoundedRoute(uint32_t il, SeqId seq) const {
   for (const SeqId id : domain) {
     const Sequence& other = *sequences[id];
     if (!Chunked(other)) {
-      held += CountNewWindows(other, other.reserved) * PoolsOf(il).costs().full_bytes;
+      held += CountNewWindows(other, other.reserved) * StoreOf(il).costs().full_bytes;
     }
     for (const UnitRecord& u : other.layers[il].units) held += UnitBytes(il, u);
   }

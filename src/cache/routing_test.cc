@@ -31,7 +31,7 @@ uint32_t CountFormat(Engine& e, uint32_t il, SeqId seq, bool full) {
   std::vector<WindowId> ids;
   e.cache().View(il, seq, refs, ids);
   uint32_t n = 0;
-  for (const kernels::WindowRef& r : refs) n += (r.format == kernels::WindowFormat::kFull) == full;
+  for (const kernels::WindowRef& r : refs) n += (r.rung_k == kFullRung) == full;
   return n;
 }
 
@@ -141,7 +141,7 @@ struct Promoted {
       e->cache().View(il, seq, refs, ids);
       std::vector<float> scores;
       for (const kernels::WindowRef& r : refs) {
-        scores.push_back(r.format == kernels::WindowFormat::kFull ? 0.0f : by);
+        scores.push_back(r.rung_k == kFullRung ? 0.0f : by);
       }
       AddScores(*e, il, seq, scores);
     }

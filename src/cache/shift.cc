@@ -31,6 +31,11 @@ static bool ScalesKeys(const codecs::Codec& codec) {
   return codec.key_mean(0) == nullptr;  // the mean would keep the size it had
 }
 
+static bool ScalesAllKeys(const LayerState& layer) {
+  return std::all_of(layer.codecs.begin(), layer.codecs.end(),
+                     [](const auto& codec) { return codec == nullptr || ScalesKeys(*codec); });
+}
+
 /// Distinct moves of a window's live tokens, in order of their first token.
 static std::vector<Part> PartsOf(const WindowRecord& w, const uint32_t* cells,
                                  std::span<const int32_t> delta) {
@@ -46,33 +51,22 @@ static std::vector<Part> PartsOf(const WindowRecord& w, const uint32_t* cells,
   return parts;
 }
 
-/// Grows the pools for copies of the units of `splits` (window, number of copies).
+/// Room for the records of `splits` (window, number of copies); blocks are shared.
 Status KvCache::Impl::ReserveSplits(const std::vector<std::pair<WindowId, uint32_t>>& splits) {
-  std::vector<size_t> n_full(pools.size()), n_packed(pools.size());
   uint64_t records = 0;
   uint32_t n_windows = 0;
   for (const auto& [id, copies] : splits) {
     n_windows += copies;
-    for (uint32_t il = 0; il < layers.size(); ++il) {
+    records += copies * windows[id].n_units * (kUnitBytes + kLedgerBytes + 64);
+    for (uint32_t il = 0; il < layers.size(); ++il) {  // keys that will differ
       const UnitRecord* u = FindUnit(windows[id].seq, il, id);
       if (!u) continue;
-      n_full[layers[il].pools] += u->has_full() ? copies : 0;
-      n_packed[layers[il].pools] += u->has_codes() ? copies : 0;
-      records += copies * kRecordBytes + 64;
+      const codecs::Codec* codec = layers[il].codecs[u->rung(Side::kKeys)].get();
+      if (codec == nullptr || !codec->before_rope())
+        records += copies * StoreOf(il).BlockCost(Side::kKeys, u->rung(Side::kKeys));
     }
   }
-  if (LimitInForce()) {
-    const uint64_t tables = TableBytes() + TableGrowth(n_windows, 0) + records;
-    arena.SetLimit(Limit() > tables ? Limit() - tables : 0);
-  }
-  Status status;
-  for (size_t i = 0; i < pools.size() && status.ok(); ++i) {
-    status = pools[i].full.region->Resize(pools[i].full.used() + n_full[i]);
-    if (status.ok()) status = pools[i].packed.region->Resize(pools[i].packed.used() + n_packed[i]);
-  }
-  if (!status.ok()) TrimPools();
-  UpdateLimit();
-  return status;
+  return LimitAllows(TableGrowth(n_windows, 0) + records);
 }
 
 /// Makes a window of its own for the tokens of `live`, right behind window `id` in the lists.
@@ -93,7 +87,7 @@ void KvCache::Impl::SplitWindow(WindowId id, uint32_t live, int32_t delta) {
   }
   if (s.tail.window == id && ((live >> s.tail.offset) & 1u)) s.tail.window = part;
   for (uint32_t il = 0; il < layers.size(); ++il) {
-    if (const UnitRecord* u = FindUnit(seq, il, id)) DuplicateUnit(il, UnitRecord(*u), part);
+    if (const UnitRecord* u = FindUnit(seq, il, id)) ShareUnit(il, UnitRecord(*u), part);
   }
   // The rest of a split window takes no tokens: offsets behind its last live one are not its own.
   windows[id].flags |= WindowRecord::kSealed;
@@ -106,7 +100,7 @@ Status KvCache::Impl::ShiftPositions(std::span<const int32_t> delta) {
                            " deltas, one per cell, not " + std::to_string(delta.size()));
   }
   for (uint32_t il = 0; il < layers.size(); ++il) {
-    if (RopeMagnitude(layers[il].rope) != 1.0f && HoldsCodes(il) && !ScalesKeys(*layers[il].codec))
+    if (RopeMagnitude(layers[il].rope) != 1.0f && HoldsCodes(il) && !ScalesAllKeys(layers[il]))
       return Unimplemented(std::string("a context shift with a RoPE that scales keys (YaRN) is not "
                                        "supported with codec=") +
                            CodecName(config.codec) +
@@ -170,65 +164,99 @@ bool KvCache::Impl::MakeRoomForSplits(const std::vector<std::pair<WindowId, uint
   return true;
 }
 
-void KvCache::Impl::RotateLayer(uint32_t il, std::span<const int32_t> delta, ParallelFor& pool) {
-  if (il >= layers.size() || delta.size() != size_t{n_streams} * cells_per_stream) return;
-  const RopeParams& rope = layers[il].rope;
-  if (rope.pairing == RopePairing::kNone) return;
-  const float magnitude = RopeMagnitude(rope);
-  std::vector<const UnitRecord*> units;
+/// True if a unit's keys must be written anew when its tokens move by `delta`.
+bool KvCache::Impl::Rotates(uint32_t il, const UnitRecord& u, const int32_t* delta) const {
+  if (RopeMagnitude(layers[il].rope) != 1.0f) return true;
+  if (!u.full(Side::kKeys) && layers[il].codecs[u.rung(Side::kKeys)]->before_rope()) return false;
+  const WindowRecord& w = windows[u.window];
+  for (uint32_t t = 0; t < w.n_tokens; ++t) {
+    if (((w.live >> t) & 1u) != 0 && delta[CellsOf(u.window)[t]] != 0) return true;
+  }
+  return false;
+}
+
+Status KvCache::Impl::RotateLayer(uint32_t il, std::span<const int32_t> delta, ParallelFor& pool) {
+  if (il >= layers.size() || delta.size() != size_t{n_streams} * cells_per_stream)
+    return OutOfRange("layer " + std::to_string(il) + " with " + std::to_string(delta.size()) +
+                      " deltas does not exist");
+  if (layers[il].rope.pairing == RopePairing::kNone) return {};
+  std::vector<UnitRecord*> units;
   for (const auto& s : sequences) {
     if (!s) continue;
-    for (const UnitRecord& u : s->layers[il].units) units.push_back(&u);
+    const int32_t* moves = delta.data() + size_t{s->stream} * cells_per_stream;
+    for (UnitRecord& u : s->layers[il].units) {
+      if (!Rotates(il, u, moves) && !u.dormant()) continue;
+      QEVICT_RETURN_IF_ERROR(OwnBlocks(il, u, Side::kKeys));
+      QEVICT_RETURN_IF_ERROR(OwnLedger(il, u));
+      units.push_back(&u);
+    }
   }
   pool.For(units.size(), [&](size_t i, unsigned) {
     const UnitRecord& u = *units[i];
-    const WindowRecord& w = windows[u.window];
-    const int32_t* moves = delta.data() + size_t{sequences[w.seq]->stream} * cells_per_stream;
-    if (u.has_full()) RotateUnit(il, u, moves);
-    if (!u.has_codes()) return;
-    if (!layers[il].codec->before_rope()) {
-      RotateCodes(il, u, moves);
-    } else if (magnitude != 1.0f) {
-      ScaleKeyGrid(il, u, magnitude);
-    }
+    const Sequence& s = *sequences[windows[u.window].seq];
+    const int32_t* moves = delta.data() + size_t{s.stream} * cells_per_stream;
+    RotateSides(il, u, u.window, moves);
+    if (u.dormant()) RotateSides(il, *FindLedger(s.layers[il], u.window), u.window, moves);
   });
+  return {};
 }
 
-void KvCache::Impl::RotateUnit(uint32_t il, const UnitRecord& u, const int32_t* delta) {
-  const ShapePools& p = PoolsOf(il);
+/// The keys of a unit, or those of its dormant codes.
+void KvCache::Impl::RotateSides(uint32_t il, const UnitSides& u, WindowId id,
+                                const int32_t* delta) {
+  if (!u.has(Side::kKeys)) return;
+  const float magnitude = RopeMagnitude(layers[il].rope);
+  if (u.rung(Side::kKeys) == kFullRung) return RotateFull(il, u, id, delta);
+  if (!layers[il].codecs[u.rung(Side::kKeys)]->before_rope()) return RotateCodes(il, u, id, delta);
+  if (magnitude != 1.0f) ScaleKeyGrid(il, u, magnitude);
+}
+
+/// Dormant codes of keys that are about to change must not be shared with a copy.
+Status KvCache::Impl::OwnLedger(uint32_t il, UnitRecord& u) {
+  if (!u.dormant()) return {};
+  LedgerEntry* entry = FindLedger(sequences[windows[u.window].seq]->layers[il], u.window);
+  return entry->has(Side::kKeys) ? OwnBlocks(il, *entry, Side::kKeys) : Status();
+}
+
+void KvCache::Impl::RotateFull(uint32_t il, const UnitSides& u, WindowId id,
+                               const int32_t* delta) {
+  const ShapeStore& store = StoreOf(il);
   const RopeParams& rope = layers[il].rope;
-  const WindowRecord& w = windows[u.window];
+  const WindowRecord& w = windows[id];
   const bool scales = RopeMagnitude(rope) != 1.0f;
+  const uint32_t dim = store.shape.head_dim;
   float phases[kMaxHeadDim], key[kMaxHeadDim];
   uint16_t row[kMaxHeadDim];
   int32_t known = 0;
   bool have_phases = false;
   for (uint32_t t = 0; t < w.n_tokens; ++t) {
     if (((w.live >> t) & 1u) == 0) continue;
-    const int32_t d = delta[CellsOf(u.window)[t]];
+    const int32_t d = delta[CellsOf(id)[t]];
     if (d == 0 && !scales) continue;
     if (!have_phases || d != known) RopeCosSin(rope, d, phases);
     known = d;
     have_phases = true;
-    for (uint32_t h = 0; h < p.shape.n_kv_heads; ++h) {
-      uint8_t* block = FullSlot(il, u) + h * p.full_head_bytes;
-      LoadKeyRow(block, config.window, p.shape.head_dim, t, row);
-      ConvertTo32(row, p.shape.head_dim, p.shape.elem_k, key);
+    for (uint32_t h = 0; h < store.shape.n_kv_heads; ++h) {
+      uint8_t* block =
+          Block(il, u, Side::kKeys) + h * store.rungs[kFullRung].bytes_of_head(Side::kKeys);
+      LoadKeyRow(block, config.window, dim, t, row);
+      ConvertTo32(row, dim, store.shape.elem_k, key);
       RopeRotate(rope, phases, key);
-      ConvertTo16(key, p.shape.head_dim, p.shape.elem_k, row);
-      StoreKeyRow(block, config.window, p.shape.head_dim, t, row);
+      ConvertTo16(key, dim, store.shape.elem_k, row);
+      StoreKeyRow(block, config.window, dim, t, row);
     }
   }
 }
 
 /// Multiplies the grids of rotated key channels; codes stay as they were written.
-void KvCache::Impl::ScaleKeyGrid(uint32_t il, const UnitRecord& u, float factor) {
-  ShapePools& p = PoolsOf(il);
+void KvCache::Impl::ScaleKeyGrid(uint32_t il, const UnitSides& u, float factor) {
+  const ShapeStore& store = StoreOf(il);
+  const Rung r = u.rung(Side::kKeys);
   const RopeParams& rope = layers[il].rope;
-  const codecs::KiviAxisLayout at =
-      codecs::LayoutKiviAxis(config.bits, config.window, p.shape.head_dim, p.shape.head_dim_v);
-  for (uint32_t h = 0; h < p.shape.n_kv_heads; ++h) {
-    uint8_t* block = PackedSlot(il, u) + h * p.packed_head_bytes;
+  const codecs::KiviAxisLayout at = static_cast<const codecs::KiviAxisCodec&>(
+      *layers[il].codecs[r]).layout();
+  for (uint32_t h = 0; h < store.shape.n_kv_heads; ++h) {
+    uint8_t* block = Block(il, u, Side::kKeys) + h * store.rungs[r].bytes_of_head(Side::kKeys);
     for (const size_t grid : {at.k_scale, at.k_zero}) {
       for (uint32_t i = rope.offset; i < rope.offset + rope.n_dims; ++i) {
         uint16_t word;
@@ -238,35 +266,36 @@ void KvCache::Impl::ScaleKeyGrid(uint32_t il, const UnitRecord& u, float factor)
       }
     }
   }
-  NoteCodes(il, u);
+  PoolOf(il, Side::kKeys, r).Seal(u.block(Side::kKeys));
 }
 
-/// Keys that were coded after RoPE are coded again at their new positions; values stay.
-void KvCache::Impl::RotateCodes(uint32_t il, const UnitRecord& u, const int32_t* delta) {
-  ShapePools& p = PoolsOf(il);
+/// Keys that were coded after RoPE are coded again at their new positions.
+void KvCache::Impl::RotateCodes(uint32_t il, const UnitSides& u, WindowId id,
+                                const int32_t* delta) {
+  const ShapeStore& store = StoreOf(il);
+  const Rung r = u.rung(Side::kKeys);
+  const codecs::Codec& codec = *layers[il].codecs[r];
   const RopeParams& rope = layers[il].rope;
-  const WindowRecord& w = windows[u.window];
-  const uint32_t d = p.shape.head_dim;
+  const WindowRecord& w = windows[id];
+  const uint32_t d = store.shape.head_dim;
   bool moves = RopeMagnitude(rope) != 1.0f;
   for (uint32_t t = 0; t < w.n_tokens; ++t) {
-    moves |= ((w.live >> t) & 1u) != 0 && delta[CellsOf(u.window)[t]] != 0;
+    moves |= ((w.live >> t) & 1u) != 0 && delta[CellsOf(id)[t]] != 0;
   }
   if (!moves) return;
-  std::vector<float> k(size_t{w.n_tokens} * d), v(size_t{w.n_tokens} * p.shape.head_dim_v);
-  std::vector<uint8_t> block(p.packed_head_bytes);
+  std::vector<float> k(size_t{w.n_tokens} * d), v(size_t{w.n_tokens} * store.shape.head_dim_v);
   float phases[kMaxHeadDim];
-  for (uint32_t h = 0; h < p.shape.n_kv_heads; ++h) {
-    uint8_t* codes = PackedSlot(il, u) + h * p.packed_head_bytes;
-    layers[il].codec->Decode(h, w.n_tokens, codes, k.data(), v.data());
+  for (uint32_t h = 0; h < store.shape.n_kv_heads; ++h) {
+    uint8_t* codes = Block(il, u, Side::kKeys) + h * store.rungs[r].bytes_of_head(Side::kKeys);
+    codec.DecodeSides(h, w.n_tokens, codes, nullptr, k.data(), nullptr);
     for (uint32_t t = 0; t < w.n_tokens; ++t) {
       if (((w.live >> t) & 1u) == 0) continue;
-      RopeCosSin(rope, delta[CellsOf(u.window)[t]], phases);
+      RopeCosSin(rope, delta[CellsOf(id)[t]], phases);
       RopeRotate(rope, phases, k.data() + size_t{t} * d);
     }
-    layers[il].codec->Encode(h, w.n_tokens, k.data(), v.data(), block.data());
-    std::memcpy(codes, block.data(), layers[il].codec->bytes().keys);
+    codec.EncodeSides(h, w.n_tokens, k.data(), v.data(), codes, nullptr);
   }
-  NoteCodes(il, u);
+  PoolOf(il, Side::kKeys, r).Seal(u.block(Side::kKeys));
 }
 
 }  // namespace qevict

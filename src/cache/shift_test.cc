@@ -35,7 +35,8 @@ class ShiftTest : public testing::Test {
     for (uint32_t c = from_cell; c < kCells; ++c) delta[c] = by;
     const Status status = e_->cache().ShiftPositions(delta);
     ASSERT_TRUE(status.ok()) << status.message();
-    for (uint32_t il = 0; il < 2; ++il) e_->cache().RotateLayer(il, delta, e_->pool());
+    for (uint32_t il = 0; il < 2; ++il)
+      ASSERT_TRUE(e_->cache().RotateLayer(il, delta, e_->pool()).ok());
     e_->ExpectSound("shift");
   }
   std::map<uint32_t, std::vector<float>> Keys(uint32_t il) {

@@ -1,7 +1,9 @@
-// Slots and rows: where the bytes of units live.
+// Blocks and rows: where the bytes of units live.
 //
-// A slot is one window of one layer (all kv heads). Slots of one pool are dense: a freed slot is
-// filled with the pool's last one, whose owner record says which unit must learn its new place.
+// A block is one side of one window of one layer (all kv heads). Blocks of one layer shape, side and
+// rung share a pool (store/block_pool.h). Full precision, per kv head, W = window, S = min(W, 8):
+//   keys    [W/S][D][S] 16 bit   tokens in lanes
+//   values  [W][Dv]     16 bit   channels in lanes
 #include <cstring>
 
 #include "cache/kv_cache_impl.h"
@@ -11,10 +13,6 @@ namespace {
 
 /// Tokens per parallel task of a write; below this a write stays on the calling thread.
 constexpr size_t kWriteGrain = 32;
-
-void StoreValueRow(uint8_t* block, uint32_t head_dim_v, uint32_t t, const uint16_t* row) {
-  std::memcpy(block + size_t{t} * head_dim_v * 2, row, size_t{head_dim_v} * 2);
-}
 
 }  // namespace
 
@@ -38,44 +36,87 @@ void LoadKeyRow(const uint8_t* block, uint32_t window, uint32_t head_dim, uint32
   for (uint32_t d = 0; d < head_dim; ++d) row[d] = in[size_t{d} * s];
 }
 
-Status KvCache::Impl::InitPools(std::vector<LayerShape> shapes) {
+void StoreRow(Side side, uint8_t* block, uint32_t window, uint32_t dim, uint32_t t,
+              const uint16_t* row) {
+  if (side == Side::kKeys) return StoreKeyRow(block, window, dim, t, row);
+  std::memcpy(block + size_t{t} * dim * 2, row, size_t{dim} * 2);
+}
+
+void LoadRow(Side side, const uint8_t* block, uint32_t window, uint32_t dim, uint32_t t,
+             uint16_t* row) {
+  if (side == Side::kKeys) return LoadKeyRow(block, window, dim, t, row);
+  std::memcpy(row, block + size_t{t} * dim * 2, size_t{dim} * 2);
+}
+
+/// The rungs of layers of one shape, without pools.
+static ShapeStore MakeStore(const Config& config, const LayerShape& shape) {
+  ShapeStore store;
+  store.shape = shape;
+  RungStore full;
+  full.head_bytes = {size_t{config.window} * shape.head_dim * 2,
+                     size_t{config.window} * shape.head_dim_v * 2};
+  store.rungs.push_back(std::move(full));
+  for (const Config& rung_config : codecs::RungConfigs(config)) {
+    RungStore rung;
+    rung.codec = codecs::MakeCodec(rung_config, RowsOf(shape));
+    rung.head_bytes = {rung.codec->bytes().keys, rung.codec->bytes().values};
+    store.learned_bytes += codecs::LearnedBytes(rung_config, RowsOf(shape));
+    store.rungs.push_back(std::move(rung));
+  }
+  return store;
+}
+
+Status KvCache::Impl::InitStores(std::vector<LayerShape> shapes) {
   layers.resize(shapes.size());
   for (size_t il = 0; il < shapes.size(); ++il) {
     const LayerShape& shape = shapes[il];
     size_t c = 0;
-    while (c < pools.size() && !SameShape(pools[c].shape, shape)) ++c;
-    if (c == pools.size()) {
-      ShapePools p;
-      p.shape = shape;
-      p.full_head_bytes = kernels::FullHeadBytes(config.window, shape.head_dim, shape.head_dim_v);
-      p.codec = codecs::MakeCodec(config, RowsOf(shape));
-      p.packed_head_bytes = p.codec->bytes().total();
-      p.learned_bytes = codecs::LearnedBytes(config, RowsOf(shape));
-      pools.push_back(std::move(p));
-    }
-    ++pools[c].n_layers;
-    pools[c].shape.n_together = std::max(pools[c].shape.n_together, shape.n_together);
+    while (c < stores.size() && !SameShape(stores[c].shape, shape)) ++c;
+    if (c == stores.size()) stores.push_back(MakeStore(config, shape));
+    ++stores[c].n_layers;
+    stores[c].shape.n_together = std::max(stores[c].shape.n_together, shape.n_together);
     LayerState& layer = layers[il];
-    layer.pools = static_cast<uint32_t>(c);
-    layer.codec = pools[c].codec;
+    layer.store = static_cast<uint32_t>(c);
+    for (const RungStore& rung : stores[c].rungs) layer.codecs.push_back(rung.codec);
     layer.f16_token_bytes = uint64_t{2} * shape.n_kv_heads * (shape.head_dim + shape.head_dim_v);
     f16_token_bytes += layer.f16_token_bytes;
   }
   // Address space only: partly filled windows and rewritten tails make more windows than cells / W.
   const uint64_t per_layer =
       (2 * (uint64_t{cells_per_stream} / config.window + 1) + 64) * n_streams + 64;
-  for (ShapePools& p : pools) {
-    const uint64_t max_slots = std::min<uint64_t>(
-        {per_layer * p.n_layers, uint64_t{cells_per_stream} * n_streams * p.n_layers + 64,
-         uint64_t{UnitRecord::kNoSlot} - 1});
-    Result<ArenaRegion*> full = arena.AddRegion(p.full_bytes(), max_slots);
-    if (!full.ok()) return full.status();
-    Result<ArenaRegion*> packed = arena.AddRegion(p.packed_bytes(), max_slots);
-    if (!packed.ok()) return packed.status();
-    p.full.region = full.value();
-    p.packed.region = packed.value();
+  const uint64_t max_blocks =
+      std::min<uint64_t>({kSides * per_layer * layers.size(),
+                          kSides * (uint64_t{cells_per_stream} * n_streams * layers.size() + 64),
+                          uint64_t{UnitSides::kNoBlock} - 1});
+  for (ShapeStore& store : stores) QEVICT_RETURN_IF_ERROR(AddPools(store, max_blocks));
+  return {};
+}
+
+/// Blocks of one size share a pool: the last page of each is partly used, and there may be as many
+/// shapes as layers.
+Status KvCache::Impl::AddPools(ShapeStore& store, uint64_t max_blocks) {
+  for (RungStore& rung : store.rungs) {
+    for (const Side s : kBothSides) {
+      const size_t bytes = rung.bytes_of_head(s) * store.shape.n_kv_heads;
+      auto same = std::find_if(pools.begin(), pools.end(),
+                               [bytes](const auto& p) { return p->block_bytes() == bytes; });
+      if (same == pools.end()) {
+        same = pools.insert(same, std::make_unique<BlockPool>());
+        QEVICT_RETURN_IF_ERROR((*same)->Init(arena, bytes, max_blocks, config.check));
+      }
+      rung.pools[static_cast<size_t>(s)] = same->get();
+    }
   }
   return {};
+}
+
+void CountBlock(std::vector<BlockCount>& counts, BlockPool& pool, size_t n) {
+  for (BlockCount& count : counts) {
+    if (count.pool != &pool) continue;
+    count.n += n;
+    return;
+  }
+  counts.push_back({&pool, n});
 }
 
 void KvCache::Impl::GrowUnits(LayerSeq& ls, size_t n) {
@@ -84,10 +125,17 @@ void KvCache::Impl::GrowUnits(LayerSeq& ls, size_t n) {
   unit_table_bytes += CapacityBytes(ls.units) - before;
 }
 
+void KvCache::Impl::GrowLedger(LayerSeq& ls, size_t n) {
+  const uint64_t before = CapacityBytes(ls.ledger);
+  GrowTight(ls.ledger, n);
+  unit_table_bytes += CapacityBytes(ls.ledger) - before;
+}
+
 void KvCache::Impl::TrimUnits(LayerSeq& ls) {
-  unit_table_bytes -= CapacityBytes(ls.units);
+  unit_table_bytes -= CapacityBytes(ls.units) + CapacityBytes(ls.ledger);
   TrimTight(ls.units);
-  unit_table_bytes += CapacityBytes(ls.units);
+  TrimTight(ls.ledger);
+  unit_table_bytes += CapacityBytes(ls.units) + CapacityBytes(ls.ledger);
 }
 
 void KvCache::Impl::AddUnit(LayerSeq& ls, const UnitRecord& u) {
@@ -98,78 +146,105 @@ void KvCache::Impl::AddUnit(LayerSeq& ls, const UnitRecord& u) {
   ls.units.insert(at, u);
 }
 
+/// The entry of a window in a list of records in the order of births, or its end.
+template <typename Record>
+static Record* FindByBirth(std::vector<Record>& records, const std::vector<WindowRecord>& windows,
+                           WindowId w) {
+  const uint32_t birth = windows[w].birth;
+  const auto it = std::lower_bound(
+      records.begin(), records.end(), birth,
+      [&](const Record& r, uint32_t b) { return windows[r.window].birth < b; });
+  return it != records.end() && it->window == w ? &*it : nullptr;
+}
+
 UnitRecord* KvCache::Impl::FindUnit(SeqId seq, uint32_t il, WindowId w) {
   std::vector<UnitRecord>& units = sequences[seq]->layers[il].units;
   if (units.empty()) return nullptr;
   if (units.back().window == w) return &units.back();
-  const uint32_t birth = windows[w].birth;
-  const auto it = std::lower_bound(
-      units.begin(), units.end(), birth,
-      [&](const UnitRecord& u, uint32_t b) { return windows[u.window].birth < b; });
-  return it != units.end() && it->window == w ? &*it : nullptr;
+  return FindByBirth(units, windows, w);
 }
 
-void KvCache::Impl::RemoveSlot(uint32_t il, bool packed, uint32_t slot) {
-  ShapePools& p = PoolsOf(il);
-  SlotPool& pool = packed ? p.packed : p.full;
-  const uint32_t last = static_cast<uint32_t>(pool.used() - 1);
-  if (slot != last) {
-    std::memcpy(pool.region->slot(slot), pool.region->slot(last), pool.region->slot_bytes());
-    const SlotOwner owner = pool.owners[last];
-    pool.owners[slot] = owner;
-    UnitRecord* moved = FindUnit(windows[owner.window].seq, owner.layer, owner.window);
-    if (packed) {
-      moved->set_packed_slot(slot);
-    } else {
-      moved->full_slot = slot;
-    }
+LedgerEntry* KvCache::Impl::FindLedger(const LayerSeq& ls, WindowId w) const {
+  return FindByBirth(const_cast<LayerSeq&>(ls).ledger, windows, w);
+}
+
+/// Keeps codes of a side that becomes full precision.
+void KvCache::Impl::AddLedger(uint32_t il, UnitRecord& u, Side s, Rung r, BlockId id) {
+  LayerSeq& ls = sequences[windows[u.window].seq]->layers[il];
+  LedgerEntry* entry = u.dormant() ? FindLedger(ls, u.window) : nullptr;
+  if (entry == nullptr) {
+    LedgerEntry fresh;
+    fresh.window = u.window;
+    GrowLedger(ls, ls.ledger.size() + 1);
+    const uint32_t birth = windows[u.window].birth;
+    const auto at = std::lower_bound(
+        ls.ledger.begin(), ls.ledger.end(), birth,
+        [&](const LedgerEntry& e, uint32_t b) { return windows[e.window].birth < b; });
+    entry = &*ls.ledger.insert(at, fresh);
+    u.set_dormant(true);
   }
-  pool.owners.pop_back();
-  if (!pool.checksums.empty()) {
-    pool.checksums[slot] = pool.checksums[last];
-    pool.checksums.pop_back();
+  entry->Set(s, r, id);
+  StoreOf(il).dormant_bytes += PoolOf(il, s, r).block_bytes();
+}
+
+void KvCache::Impl::DropBlock(uint32_t il, UnitSides& u, Side s) {
+  if (!u.has(s)) return;
+  PoolOf(il, s, u.rung(s)).Unref(u.block(s));
+  u.Drop(s);
+}
+
+/// Forgets a unit's dormant codes.
+void KvCache::Impl::DropLedger(uint32_t il, UnitRecord& u) {
+  if (!u.dormant()) return;
+  u.set_dormant(false);
+  LayerSeq& ls = sequences[windows[u.window].seq]->layers[il];
+  LedgerEntry* entry = FindLedger(ls, u.window);
+  for (const Side s : kBothSides) {
+    if (!entry->has(s)) continue;
+    StoreOf(il).dormant_bytes -= PoolOf(il, s, entry->rung(s)).block_bytes();
+    DropBlock(il, *entry, s);
+  }
+  ls.ledger.erase(ls.ledger.begin() + (entry - ls.ledger.data()));
+}
+
+/// Forgets the ledger entry of a unit whose codes are all attended.
+void KvCache::Impl::DropEmptyLedger(uint32_t il, UnitRecord& u) {
+  if (!u.dormant()) return;
+  const LedgerEntry* entry = FindLedger(sequences[windows[u.window].seq]->layers[il], u.window);
+  if (!entry->has(Side::kKeys) && !entry->has(Side::kValues)) DropLedger(il, u);
+}
+
+/// New handles for the blocks of one pool, in every unit and ledger that has some.
+void KvCache::Impl::CompactHandles(BlockPool& pool) {
+  std::vector<BlockId> to;
+  try {
+    to = pool.Compact();
+  } catch (const std::bad_alloc&) {  // the tables stay as large as they are
+    return;
+  }
+  ForBlocks([&](uint32_t il, UnitSides& u, Side s, bool) {
+    if (&PoolOf(il, s, u.rung(s)) == &pool) u.Set(s, u.rung(s), to[u.block(s)]);
+  });
+}
+
+void KvCache::Impl::TrimStores() {
+  for (const auto& pool : pools) {
+    if (pool->WantsCompaction()) CompactHandles(*pool);
+    pool->Trim();
   }
 }
 
-void KvCache::Impl::RemoveFullSlot(uint32_t il, UnitRecord& u) {
-  if (u.has_codes()) --PoolsOf(il).n_dormant;
-  const uint32_t slot = u.full_slot;
-  u.full_slot = kNone;
-  RemoveSlot(il, false, slot);
+/// Whether the limit, if it is in force, allows so many bytes more.
+Status KvCache::Impl::LimitAllows(uint64_t growth) const {
+  if (!LimitInForce() || HeldBytes() + growth <= Limit()) return {};
+  return ResourceExhausted("the cache holds " + std::to_string(HeldBytes()) +
+                           " bytes and cannot add " + std::to_string(growth) + ": the limit is " +
+                           std::to_string(Limit()));
 }
 
-void KvCache::Impl::RemovePackedSlot(uint32_t il, UnitRecord& u) {
-  if (u.has_full()) --PoolsOf(il).n_dormant;
-  const uint32_t slot = u.packed_slot();
-  u.set_packed_slot(UnitRecord::kNoSlot);
-  RemoveSlot(il, true, slot);
-}
-
-void KvCache::Impl::TrimPools() {
-  for (ShapePools& p : pools) {
-    for (SlotPool* pool : {&p.full, &p.packed}) {
-      TrimTight(pool->owners);
-      if (pool->region->n_slots() > pool->used()) {
-        (void)pool->region->Resize(pool->used());  // shrinking cannot fail
-      }
-    }
-  }
-}
-
-/// More slots within the limit, after the tables have grown for them.
-Status KvCache::Impl::GrowPool(SlotPool& pool, size_t n_slots) {
-  UpdateLimit();
-  if (LimitInForce() && HeldBytes() > Limit()) {
-    return ResourceExhausted("records need " + std::to_string(HeldBytes() - Limit()) +
-                             " bytes more than the budget of " + std::to_string(Limit()) +
-                             " bytes");
-  }
-  return pool.region->Resize(n_slots);
-}
-
-/// Makes the units of `refs` that the layer lacks. All or nothing.
-Status KvCache::Impl::CreateUnits(uint32_t il, std::span<const TokenRef> refs) {
-  std::vector<WindowId> fresh;
+/// The windows of `refs` whose units the layer lacks, each once.
+Status KvCache::Impl::CheckRefs(uint32_t il, std::span<const TokenRef> refs,
+                                std::vector<WindowId>& fresh) {
   WindowId last = kNone;
   for (const TokenRef& ref : refs) {
     if (ref.window == last) continue;
@@ -178,34 +253,57 @@ Status KvCache::Impl::CreateUnits(uint32_t il, std::span<const TokenRef> refs) {
       return Internal("a row is written to a window that does not exist");
     }
     const WindowRecord& w = windows[last];
-    if (const UnitRecord* u = FindUnit(w.seq, il, last)) {
-      if (!u->has_full()) return Internal("a row is written to a packed window");
+    if (UnitRecord* u = FindUnit(w.seq, il, last)) {
+      if (!u->full()) return Internal("a row is written to a packed window");
+      for (const Side s : kBothSides) QEVICT_RETURN_IF_ERROR(OwnBlocks(il, *u, s));
     } else {
       if (w.n_created == layers.size()) return Internal("a row is written to an evicted window");
       if (std::find(fresh.begin(), fresh.end(), last) == fresh.end()) fresh.push_back(last);
     }
   }
-  if (fresh.empty()) return {};
+  return {};
+}
 
-  SlotPool& pool = PoolsOf(il).full;
-  const size_t first = pool.used();
-  GrowTight(pool.owners, first + fresh.size());
+/// A block that is about to change must not be shared with a copy.
+Status KvCache::Impl::OwnBlocks(uint32_t il, UnitSides& u, Side side) {
+  BlockPool& pool = PoolOf(il, side, u.rung(side));
+  if (pool.refs(u.block(side)) == 1) return {};
+  QEVICT_RETURN_IF_ERROR(pool.Reserve(1));
+  const BlockId own = pool.Clone(u.block(side));
+  pool.Unref(u.block(side));
+  u.Set(side, u.rung(side), own);
+  return {};
+}
+
+/// Makes the units of `refs` that the layer lacks. All or nothing.
+Status KvCache::Impl::CreateUnits(uint32_t il, std::span<const TokenRef> refs) {
+  std::vector<WindowId> fresh;
+  QEVICT_RETURN_IF_ERROR(CheckRefs(il, refs, fresh));
+  if (fresh.empty()) return {};
+  RungStore& full = StoreOf(il).rungs[kFullRung];
+  std::vector<BlockCount> blocks;
+  for (const Side s : kBothSides) CountBlock(blocks, full.pool(s), fresh.size());
+  uint64_t growth = 0;
+  for (const BlockCount& count : blocks) growth += count.pool->GrowthBytes(count.n);
+  QEVICT_RETURN_IF_ERROR(LimitAllows(growth));
   for (const WindowId w : fresh) {
     LayerSeq& ls = sequences[windows[w].seq]->layers[il];
     GrowUnits(ls, ls.units.size() + fresh.size());
   }
-  if (Status grown = GrowPool(pool, first + fresh.size()); !grown.ok()) {
+  Status grown = LimitAllows(growth);
+  for (const BlockCount& count : blocks) {
+    if (grown.ok()) grown = count.pool->Reserve(count.n);
+  }
+  if (!grown.ok()) {
     for (const WindowId w : fresh) TrimUnits(sequences[windows[w].seq]->layers[il]);
-    TrimTight(pool.owners);
-    UpdateLimit();
+    for (const Side s : kBothSides) full.pool(s).Trim();
     return grown;
   }
   for (const WindowId w : fresh) {
     WindowRecord& record = windows[w];
     UnitRecord u;
     u.window = w;
-    u.full_slot = static_cast<uint32_t>(pool.used());
-    pool.owners.push_back({w, il});
+    for (const Side s : kBothSides) u.Set(s, kFullRung, full.pool(s).New());
     AddUnit(sequences[record.seq]->layers[il], u);
     ++record.n_units;
     ++record.n_created;
@@ -215,30 +313,25 @@ Status KvCache::Impl::CreateUnits(uint32_t il, std::span<const TokenRef> refs) {
 }
 
 Status KvCache::Impl::Write(uint32_t il, std::span<const TokenRef> refs, const float* rows,
-                            size_t row_stride, bool is_k, ParallelFor& pool) {
+                            size_t row_stride, Side side, ParallelFor& pool) {
   if (il >= layers.size()) return OutOfRange("layer " + std::to_string(il) + " does not exist");
   QEVICT_RETURN_IF_ERROR(CreateUnits(il, refs));
-  const ShapePools& p = PoolsOf(il);
-  const uint32_t n_heads = p.shape.n_kv_heads, d = p.shape.head_dim, dv = p.shape.head_dim_v;
-  const size_t v_offset = size_t{config.window} * d * 2;
+  const LayerShape& shape = StoreOf(il).shape;
+  const uint32_t n_heads = shape.n_kv_heads, d = HeadDim(il, side);
+  const Elem elem = side == Side::kKeys ? shape.elem_k : shape.elem_v;
+  const size_t head_bytes = StoreOf(il).rungs[kFullRung].bytes_of_head(side);
   write_blocks.resize(refs.size());
   for (size_t i = 0; i < refs.size(); ++i) {
     write_blocks[i] =
         i > 0 && refs[i].window == refs[i - 1].window
             ? write_blocks[i - 1]
-            : FullSlot(il, *FindUnit(windows[refs[i].window].seq, il, refs[i].window));
+            : Block(il, *FindUnit(windows[refs[i].window].seq, il, refs[i].window), side);
   }
   const auto write_row = [&](size_t i) {
     uint16_t row[kMaxHeadDim];
     for (uint32_t h = 0; h < n_heads; ++h) {
-      uint8_t* block = write_blocks[i] + h * p.full_head_bytes;
-      const float* from = rows + i * row_stride + size_t{h} * (is_k ? d : dv);
-      ConvertTo16(from, is_k ? d : dv, is_k ? p.shape.elem_k : p.shape.elem_v, row);
-      if (is_k) {
-        StoreKeyRow(block, config.window, d, refs[i].offset, row);
-      } else {
-        StoreValueRow(block + v_offset, dv, refs[i].offset, row);
-      }
+      ConvertTo16(rows + i * row_stride + size_t{h} * d, d, elem, row);
+      StoreRow(side, write_blocks[i] + h * head_bytes, config.window, d, refs[i].offset, row);
     }
   };
   if (refs.size() < 2 * kWriteGrain || pool.n_threads() == 1) {

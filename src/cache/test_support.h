@@ -140,7 +140,7 @@ class Engine {
     cache_->View(il, cache_->info(token.window).seq, refs, ids);
     for (size_t i = 0; i < ids.size(); ++i) {
       if (ids[i] != token.window) continue;
-      if (packed) *packed = refs[i].format != kernels::WindowFormat::kFull;
+      if (packed) *packed = (is_k ? refs[i].rung_k : refs[i].rung_v) != kFullRung;
       return RowInWindow(il, refs[i], token.offset, is_k);
     }
     return {};
@@ -150,30 +150,33 @@ class Engine {
     const LayerShape& s = shapes_[il];
     const uint32_t w = cache_->config().window, d = s.head_dim, dv = s.head_dim_v;
     const uint32_t width = is_k ? d : dv, sub = std::min(w, 8u);
-    size_t head_bytes[kernels::kWindowFormats];
-    cache_->HeadBytes(il, head_bytes);
+    kernels::RungCode rungs[kernels::kMaxRungs];
+    cache_->Rungs(il, rungs);
+    const kernels::RungCode& rung = rungs[is_k ? ref.rung_k : ref.rung_v];
     std::vector<float> out;
     for (uint32_t h = 0; h < s.n_kv_heads; ++h) {
-      const uint8_t* block = ref.data + h * head_bytes[static_cast<size_t>(ref.format)];
-      if (ref.format == kernels::WindowFormat::kFull) {
+      const uint8_t* block =
+          (is_k ? ref.k : ref.v) + h * (is_k ? rung.k_head_bytes : rung.v_head_bytes);
+      if (rung.format == kernels::WindowFormat::kFull) {
         const uint16_t* words = reinterpret_cast<const uint16_t*>(block);
         for (uint32_t i = 0; i < width; ++i) {
-          const size_t at = is_k ? size_t{t / sub} * d * sub + i * sub + t % sub
-                                 : size_t{w} * d + size_t{t} * dv + i;
+          const size_t at =
+              is_k ? size_t{t / sub} * d * sub + i * sub + t % sub : size_t{t} * dv + i;
           out.push_back(ToF32(words[at], is_k ? s.elem_k : s.elem_v));
         }
         continue;
       }
-      std::vector<float> k(w * d), v(w * dv), phases(rope_.n_dims);
-      cache_->codec(il).Decode(h, w, block, k.data(), v.data());
-      const float* row = is_k ? k.data() + t * d : v.data() + t * dv;
-      std::vector<float> one(row, row + width);
+      const codecs::Codec& codec = cache_->codec(il, is_k ? ref.rung_k : ref.rung_v);
+      std::vector<float> x(size_t{w} * width), phases(rope_.n_dims);
+      codec.DecodeSides(h, w, is_k ? block : nullptr, is_k ? nullptr : block,
+                        is_k ? x.data() : nullptr, is_k ? nullptr : x.data());
+      std::vector<float> one(x.begin() + t * width, x.begin() + (t + 1) * width);
       const bool rotates = is_k && rope_.pairing != RopePairing::kNone;
       if (rotates) {
         RopeCosSin(rope_, ref.pos0 + static_cast<int32_t>(t) * ref.pos_stride, phases.data());
       }
       if (is_k) {
-        cache_->codec(il).FinishKey(h, one, [&](float* key) {
+        codec.FinishKey(h, one, [&](float* key) {
           if (rotates) RopeRotate(rope_, phases.data(), key);
         });
       }

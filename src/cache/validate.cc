@@ -80,8 +80,7 @@ void KvCache::Impl::ValidateUnits(Violations& out) const {
     const Sequence* s = Seq(id);
     if (!s) continue;
     for (uint32_t il = 0; il < layers.size(); ++il) {
-      const ShapePools& p = PoolsOf(il);
-      table_bytes += CapacityBytes(s->layers[il].units);
+      table_bytes += CapacityBytes(s->layers[il].units) + CapacityBytes(s->layers[il].ledger);
       uint32_t last_birth = 0;
       for (const UnitRecord& u : s->layers[il].units) {
         const std::string name = LayerName(il) + ", " + WindowName(u.window);
@@ -93,16 +92,12 @@ void KvCache::Impl::ValidateUnits(Violations& out) const {
         ++n_units[u.window];
         report.Check(w.birth >= last_birth, name + ": units are out of order");
         last_birth = w.birth + 1;
-        report.Check(u.has_full() || u.has_codes(), name + ": a unit without a state");
-        report.Check(!u.pinned() || !u.has_full(), name + ": pinned, but full precision");
-        report.Check(!u.has_codes() || w.has(WindowRecord::kSealed), name + ": codes, not sealed");
-        const auto owned = [&](const SlotPool& pool, uint32_t slot) {
-          return slot < pool.used() && pool.owners[slot].window == u.window &&
-                 pool.owners[slot].layer == il;
-        };
-        report.Check(!u.has_full() || owned(p.full, u.full_slot), name + ": wrong full slot");
-        report.Check(!u.has_codes() || owned(p.packed, u.packed_slot()),
-                     name + ": wrong packed slot");
+        report.Check(u.has(Side::kKeys) && u.has(Side::kValues), name + ": a unit without blocks");
+        report.Check(!u.pinned() || u.holds_codes(), name + ": pinned, but full precision");
+        const bool codes = u.holds_codes() || u.dormant();
+        report.Check(!codes || w.has(WindowRecord::kSealed), name + ": codes, not sealed");
+        report.Check(u.dormant() == (FindLedger(s->layers[il], u.window) != nullptr),
+                     name + ": the ledger and the unit contradict each other");
       }
     }
   }
@@ -156,38 +151,41 @@ void KvCache::Impl::ValidateCells(Violations& out) const {
                std::to_string(n_live) + " tokens live in " + std::to_string(n_cells) + " cells");
 }
 
-/// Slots are dense, each with one owner; ledger entries are as they were written.
-void KvCache::Impl::ValidateSlots(Violations& out) const {
+/// Every block is referenced as often as it counts; ledger entries are as they were written.
+void KvCache::Impl::ValidateBlocks(Violations& out) const {
   Report report(out);
-  for (const ShapePools& p : pools) {
-    size_t n_full = 0, n_packed = 0, n_dormant = 0;
-    for (const auto& s : sequences) {
-      if (!s) continue;
-      for (uint32_t il = 0; il < layers.size(); ++il) {
-        if (&PoolsOf(il) != &p) continue;
-        for (const UnitRecord& u : s->layers[il].units) {
-          n_full += u.has_full() ? 1 : 0;
-          n_packed += u.has_codes() ? 1 : 0;
-          n_dormant += u.has_full() && u.has_codes() ? 1 : 0;
-        }
-      }
+  std::vector<std::vector<uint32_t>> n_refs(pools.size());
+  for (size_t i = 0; i < pools.size(); ++i) n_refs[i].resize(pools[i]->n_handles());
+  std::vector<uint64_t> dormant(stores.size());
+  const auto count = [&](uint32_t il, const UnitSides& u, Side s, bool is_dormant) {
+    const BlockPool& pool = PoolOf(il, s, u.rung(s));
+    size_t i = 0;
+    while (pools[i].get() != &pool) ++i;
+    if (u.block(s) >= n_refs[i].size()) {
+      report.Check(false, LayerName(il) + ": a block that is not there");
+      return;
     }
-    report.Check(n_full == p.full.used() && n_packed == p.packed.used(), "slots have wrong counts");
-    report.Check(n_dormant == p.n_dormant, "dormant entries are miscounted");
-    report.Check(
-        p.full.region->n_slots() == p.full.used() && p.packed.region->n_slots() == p.packed.used(),
-        "slots are not dense");
-    for (size_t i = 0; i < p.packed.checksums.size() && i < p.packed.used(); ++i) {
-      report.Check(Checksum(p.packed.region->slot(i), p.packed_bytes()) == p.packed.checksums[i],
-                   "ledger entry " + std::to_string(i) + " has changed since it was written");
-    }
+    ++n_refs[i][u.block(s)];
+    if (is_dormant) dormant[layers[il].store] += pool.block_bytes();
+  };
+  const_cast<Impl*>(this)->ForBlocks(count);
+  for (size_t c = 0; c < stores.size(); ++c)
+    report.Check(dormant[c] == stores[c].dormant_bytes, "dormant bytes are miscounted");
+  for (size_t i = 0; i < pools.size(); ++i) {
+    const BlockPool& pool = *pools[i];
+    bool right = true;
+    for (BlockId id = 0; id < n_refs[i].size(); ++id) right &= pool.refs(id) == n_refs[i][id];
+    report.Check(right, "blocks have wrong reference counts");
+    report.Check(pool.page_bytes() == pool.PagesOf(pool.used()), "blocks are not dense");
+    for (const size_t slot : pool.Damaged())
+      report.Check(false, "block " + std::to_string(slot) + " has changed since it was written");
   }
 }
 
 void KvCache::Impl::ValidateBytes(Violations& out) const {
   Report report(out);
   uint64_t committed = 0;
-  for (const ShapePools& p : pools) committed += p.full.region->bytes() + p.packed.region->bytes();
+  for (const auto& pool : pools) committed += pool->page_bytes();
   report.Check(committed == arena.bytes(), "the arena's bytes are not the sum of its regions");
   const CacheStats stats = Stats();
   report.Check(stats.bytes.total() == HeldBytes(), "bytes by kind do not add up");
@@ -202,7 +200,7 @@ Violations KvCache::Impl::Validate() const {
   ValidateWindows(out);
   ValidateUnits(out);
   ValidateCells(out);
-  ValidateSlots(out);
+  ValidateBlocks(out);
   ValidateBytes(out);
   return out;
 }

@@ -223,10 +223,10 @@ void KvCache::Impl::KillToken(TokenRef ref) {
   if (w.live == 0) FreeWindow(ref.window);
 }
 
-/// Frees the slots of a unit and its record.
+/// Frees the blocks of a unit and its record.
 void KvCache::Impl::RemoveUnit(uint32_t il, UnitRecord& u) {
-  if (u.has_codes()) RemovePackedSlot(il, u);
-  if (u.has_full()) RemoveFullSlot(il, u);
+  DropLedger(il, u);
+  for (const Side s : kBothSides) DropBlock(il, u, s);
   std::vector<UnitRecord>& units = sequences[windows[u.window].seq]->layers[il].units;
   --windows[u.window].n_units;
   units.erase(units.begin() + (&u - units.data()));
@@ -291,7 +291,8 @@ void KvCache::Impl::DropSequence(SeqId id) {
       if (code == (kEvictedMark | id)) code = kNone;
     }
   }
-  for (const LayerSeq& ls : s.layers) unit_table_bytes -= CapacityBytes(ls.units);
+  for (const LayerSeq& ls : s.layers)
+    unit_table_bytes -= CapacityBytes(ls.units) + CapacityBytes(ls.ledger);
   ForgetRestore(id);
   sequences[id].reset();
 }
@@ -302,7 +303,7 @@ void KvCache::Impl::FinishChange() {
   for (SeqId id = 0; id < sequences.size(); ++id) {
     if (sequences[id]) DropSequenceIfDead(id);
   }
-  TrimPools();
+  TrimStores();
   UpdateLimit();
   NotePeak();
 }

@@ -121,6 +121,20 @@ std::shared_ptr<const Codec> MakeWaterFill(const Config& config, const RowShape&
   return std::make_shared<WaterFillCodec>(QuarterBits(config), config.window, shape, rope, stats);
 }
 
+std::vector<Config> RungConfigs(const Config& config) {
+  std::vector<Config> rungs;
+  for (const RungSpec& spec : RungsOf(config)) {
+    Config rung = config;
+    rung.codec = spec.codec;
+    rung.bits = spec.quarter_bits / 4;
+    rung.quarter_bits = spec.quarter_bits % 4;
+    if (!config.rungs.empty()) rung.layer_bits.clear();
+    rung.rungs.clear();
+    rungs.push_back(std::move(rung));
+  }
+  return rungs;
+}
+
 std::shared_ptr<const Codec> MakeCodec(const Config& config, const RowShape& shape) {
   if (config.codec == CodecId::kToken) {
     return std::make_shared<TokenCodec>(config.bits, config.window, shape);

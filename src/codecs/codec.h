@@ -7,6 +7,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "base/rope.h"
 #include "kernels/attention.h"
@@ -39,15 +40,25 @@ class Codec {
   virtual const kernels::GridCode* grid_codes() const { return nullptr; }
 
   /// Encodes one kv head of one window.
-  ///   k [n][D], v [n][Dv] f32 row-major; n in [1, W] tokens. Tokens n...W-1 of the block get code
-  ///   0 and take no part in any statistic. block: bytes().total() bytes.
+  ///   k [n][D], v [n][Dv] f32 row-major; n in [1, W] tokens. Tokens n...W-1 of a block get code 0
+  ///   and take no part in any statistic.
+  ///   k_block: bytes().keys bytes, v_block: bytes().values bytes; null: that side is not wanted.
+  /// Both rows are given whatever side is wanted, since a format may treat values by their keys.
   /// Non-finite inputs count as 0, and what a grid cannot hold is clamped: one bad number never
   /// spoils its neighbours.
-  virtual void Encode(uint32_t kv_head, uint32_t n, const float* k, const float* v,
-                      uint8_t* block) const = 0;
-  /// Inverse: k [n][D], v [n][Dv] f32 (either may be null).
-  virtual void Decode(uint32_t kv_head, uint32_t n, const uint8_t* block, float* k,
-                      float* v) const = 0;
+  virtual void EncodeSides(uint32_t kv_head, uint32_t n, const float* k, const float* v,
+                           uint8_t* k_block, uint8_t* v_block) const = 0;
+  /// Inverse: k [n][D], v [n][Dv] f32; a null one is not wanted, and its block not read.
+  virtual void DecodeSides(uint32_t kv_head, uint32_t n, const uint8_t* k_block,
+                           const uint8_t* v_block, float* k, float* v) const = 0;
+
+  /// The same with both sides in one block, keys first.
+  void Encode(uint32_t kv_head, uint32_t n, const float* k, const float* v, uint8_t* block) const {
+    EncodeSides(kv_head, n, k, v, block, block + bytes().keys);
+  }
+  void Decode(uint32_t kv_head, uint32_t n, const uint8_t* block, float* k, float* v) const {
+    DecodeSides(kv_head, n, block, block + bytes().keys, k, v);
+  }
 
   /// Makes the key that attention uses of what Decode gives for one token: the mean added, and
   /// turned by its position. rotate(float* key) turns one; at most kernels::kMaxChannels channels.
@@ -72,6 +83,9 @@ struct RowShape {
   LayerBits bits = {};  ///< 0: Config::bits
 };
 
+/// The packed rungs of a cache, 1 ...: `config` with the codec and bits of each (Config::rungs, or
+/// codec and bits alone).
+std::vector<Config> RungConfigs(const Config& config);
 /// The codec that `config` names (Config::codec, bits, window), for layers of one shape. One that
 /// learns from the rows (wf) knows nothing yet, and serves for its bytes alone.
 std::shared_ptr<const Codec> MakeCodec(const Config& config, const RowShape& shape);

@@ -350,24 +350,25 @@ size_t GridCodec::static_bytes() const {
   return bytes;
 }
 
-void GridCodec::Encode(uint32_t kv_head, uint32_t n, const float* k, const float* v,
-                       uint8_t* block) const {
+void GridCodec::EncodeSides(uint32_t kv_head, uint32_t n, const float* k, const float* v,
+                            uint8_t* k_block, uint8_t* v_block) const {
   const GridHead& head = heads_[kv_head];
   std::vector<float> keys = Storable(k, size_t{n} * shape_.head_dim),
                      values = Storable(v, size_t{n} * shape_.head_dim_v);
   std::vector<uint32_t> exact;
   if (head.pick_tokens && n != 0)
     exact = head.pick_tokens(head.k.grid, keys.data(), n, shape_.head_dim);
-  Part(head.k, window_, shape_.head_dim, true).Encode(keys, n, exact, block);
-  Part(head.v, window_, shape_.head_dim_v, false).Encode(values, n, exact, block + bytes().keys);
+  if (k_block != nullptr) Part(head.k, window_, shape_.head_dim, true).Encode(keys, n, exact, k_block);
+  if (v_block != nullptr)
+    Part(head.v, window_, shape_.head_dim_v, false).Encode(values, n, exact, v_block);
 }
 
-void GridCodec::Decode(uint32_t kv_head, uint32_t n, const uint8_t* block, float* k,
-                       float* v) const {
+void GridCodec::DecodeSides(uint32_t kv_head, uint32_t n, const uint8_t* k_block,
+                            const uint8_t* v_block, float* k, float* v) const {
   const GridHead& head = heads_[kv_head];
-  if (k != nullptr) Part(head.k, window_, shape_.head_dim, true).Decode(block, n, k);
+  if (k != nullptr) Part(head.k, window_, shape_.head_dim, true).Decode(k_block, n, k);
   if (v != nullptr)
-    Part(head.v, window_, shape_.head_dim_v, false).Decode(block + bytes().keys, n, v);
+    Part(head.v, window_, shape_.head_dim_v, false).Decode(v_block, n, v);
 }
 
 }  // namespace qevict::codecs

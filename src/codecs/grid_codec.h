@@ -76,10 +76,10 @@ class GridCodec final : public Codec {
   bool before_rope() const override { return codes_[0].k.before_rope; }
   const kernels::GridCode* grid_codes() const override { return codes_.data(); }
   size_t static_bytes() const override;
-  void Encode(uint32_t kv_head, uint32_t n, const float* k, const float* v,
-              uint8_t* block) const override;
-  void Decode(uint32_t kv_head, uint32_t n, const uint8_t* block, float* k,
-              float* v) const override;
+  void EncodeSides(uint32_t kv_head, uint32_t n, const float* k, const float* v, uint8_t* k_block,
+                   uint8_t* v_block) const override;
+  void DecodeSides(uint32_t kv_head, uint32_t n, const uint8_t* k_block, const uint8_t* v_block,
+                   float* k, float* v) const override;
 
  private:
   uint32_t window_;

@@ -107,10 +107,9 @@ inline void DecodeGroup(uint32_t bits, const uint8_t* codes, size_t first, float
 }
 
 template <uint32_t kBits>
-void EncodeBlock(size_t window, size_t head_dim, size_t head_dim_v, size_t n, const float* k,
-                 const float* v, uint8_t* block) {
-  const KiviAxisLayout at = LayoutKiviAxis(kBits, window, head_dim, head_dim_v);
-  std::memset(block, 0, at.end);
+void EncodeKeys(const KiviAxisLayout& at, size_t window, size_t head_dim, size_t n, const float* k,
+                uint8_t* block) {
+  std::memset(block, 0, at.v_codes);
   if (n == 0) return;
   const float max_code = static_cast<float>((1u << kBits) - 1);
   uint8_t codes[kMaxWindow * kLanes] = {};
@@ -124,46 +123,49 @@ void EncodeBlock(size_t window, size_t head_dim, size_t head_dim_v, size_t n, co
       StoreF16(block + at.k_zero, d0 + d, grids[d].zero_f16);
     }
   }
+}
+
+/// block: where the values begin, at.v_codes of a whole one.
+template <uint32_t kBits>
+void EncodeValues(const KiviAxisLayout& at, size_t head_dim_v, size_t n, const float* v,
+                  uint8_t* block) {
+  std::memset(block, 0, at.end - at.v_codes);
+  const float max_code = static_cast<float>((1u << kBits) - 1);
   for (size_t t = 0; t < n; ++t) {
     const Grid grid = EncodeValueRow<kBits>(v + t * head_dim_v, head_dim_v, max_code,
-                                            block + at.v_codes + t * head_dim_v * kBits / 8);
-    StoreF16(block + at.v_scale, t, grid.scale_f16);
-    StoreF16(block + at.v_zero, t, grid.zero_f16);
+                                            block + t * head_dim_v * kBits / 8);
+    StoreF16(block + (at.v_scale - at.v_codes), t, grid.scale_f16);
+    StoreF16(block + (at.v_zero - at.v_codes), t, grid.zero_f16);
   }
 }
 
 }  // namespace
 
-void EncodeKiviAxis(uint32_t bits, uint32_t window, uint32_t head_dim, uint32_t head_dim_v,
-                    uint32_t n, const float* k, const float* v, uint8_t* block) {
-  if (bits == 2) EncodeBlock<2>(window, head_dim, head_dim_v, n, k, v, block);
-  if (bits == 4) EncodeBlock<4>(window, head_dim, head_dim_v, n, k, v, block);
-}
-
-void DecodeKiviAxis(uint32_t bits, uint32_t window, uint32_t head_dim, uint32_t head_dim_v,
-                    uint32_t n, const uint8_t* block, float* k, float* v) {
-  const KiviAxisLayout at = LayoutKiviAxis(bits, window, head_dim, head_dim_v);
-  if (k != nullptr) {
-    for (size_t d = 0; d < head_dim; ++d) {
-      DecodeGroup(bits, block + at.k_codes, d * window, LoadF16(block + at.k_scale, d),
-                  LoadF16(block + at.k_zero, d), head_dim, n, k + d);
-    }
-  }
-  if (v != nullptr) {
-    for (size_t t = 0; t < n; ++t) {
-      DecodeGroup(bits, block + at.v_codes, t * head_dim_v, LoadF16(block + at.v_scale, t),
-                  LoadF16(block + at.v_zero, t), 1, head_dim_v, v + t * head_dim_v);
-    }
+void KiviAxisCodec::EncodeSides(uint32_t, uint32_t n, const float* k, const float* v,
+                                uint8_t* k_block, uint8_t* v_block) const {
+  const uint32_t d = shape_.head_dim, dv = shape_.head_dim_v;
+  const KiviAxisLayout at = LayoutKiviAxis(bits_, window_, d, dv);
+  if (bits_ == 2) {
+    if (k_block != nullptr) EncodeKeys<2>(at, window_, d, n, k, k_block);
+    if (v_block != nullptr) EncodeValues<2>(at, dv, n, v, v_block);
+  } else {
+    if (k_block != nullptr) EncodeKeys<4>(at, window_, d, n, k, k_block);
+    if (v_block != nullptr) EncodeValues<4>(at, dv, n, v, v_block);
   }
 }
 
-void KiviAxisCodec::Encode(uint32_t, uint32_t n, const float* k, const float* v,
-                           uint8_t* block) const {
-  EncodeKiviAxis(bits_, window_, shape_.head_dim, shape_.head_dim_v, n, k, v, block);
-}
-
-void KiviAxisCodec::Decode(uint32_t, uint32_t n, const uint8_t* block, float* k, float* v) const {
-  DecodeKiviAxis(bits_, window_, shape_.head_dim, shape_.head_dim_v, n, block, k, v);
+void KiviAxisCodec::DecodeSides(uint32_t, uint32_t n, const uint8_t* k_block,
+                                const uint8_t* v_block, float* k, float* v) const {
+  const uint32_t dim = shape_.head_dim, dv = shape_.head_dim_v;
+  const KiviAxisLayout at = LayoutKiviAxis(bits_, window_, dim, dv);
+  for (size_t d = 0; k != nullptr && d < dim; ++d) {
+    DecodeGroup(bits_, k_block + at.k_codes, d * window_, LoadF16(k_block + at.k_scale, d),
+                LoadF16(k_block + at.k_zero, d), dim, n, k + d);
+  }
+  for (size_t t = 0; v != nullptr && t < n; ++t) {
+    DecodeGroup(bits_, v_block, t * dv, LoadF16(v_block + (at.v_scale - at.v_codes), t),
+                LoadF16(v_block + (at.v_zero - at.v_codes), t), 1, dv, v + t * dv);
+  }
 }
 
 }  // namespace qevict::codecs

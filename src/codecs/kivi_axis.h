@@ -67,12 +67,6 @@ constexpr KiviAxisLayout LayoutKiviAxis(size_t bits, size_t window, size_t head_
 static_assert(LayoutKiviAxis(2, 8, 128, 128).end == size_t{8} * 132);
 static_assert(LayoutKiviAxis(4, 8, 128, 128).end == size_t{8} * 196);
 
-/// One kv head of one window, as Codec::Encode and Decode. bits: 2 or 4.
-void EncodeKiviAxis(uint32_t bits, uint32_t window, uint32_t head_dim, uint32_t head_dim_v,
-                    uint32_t n, const float* k, const float* v, uint8_t* block);
-void DecodeKiviAxis(uint32_t bits, uint32_t window, uint32_t head_dim, uint32_t head_dim_v,
-                    uint32_t n, const uint8_t* block, float* k, float* v);
-
 class KiviAxisCodec final : public Codec {
  public:
   KiviAxisCodec(uint32_t bits, uint32_t window, const RowShape& shape)
@@ -87,10 +81,13 @@ class KiviAxisCodec final : public Codec {
     return bits_ == 2 ? kernels::WindowFormat::kPacked2 : kernels::WindowFormat::kPacked4;
   }
   bool before_rope() const override { return true; }
-  void Encode(uint32_t kv_head, uint32_t n, const float* k, const float* v,
-              uint8_t* block) const override;
-  void Decode(uint32_t kv_head, uint32_t n, const uint8_t* block, float* k,
-              float* v) const override;
+  KiviAxisLayout layout() const {
+    return LayoutKiviAxis(bits_, window_, shape_.head_dim, shape_.head_dim_v);
+  }
+  void EncodeSides(uint32_t kv_head, uint32_t n, const float* k, const float* v, uint8_t* k_block,
+                   uint8_t* v_block) const override;
+  void DecodeSides(uint32_t kv_head, uint32_t n, const uint8_t* k_block, const uint8_t* v_block,
+                   float* k, float* v) const override;
 
  private:
   uint32_t bits_, window_;

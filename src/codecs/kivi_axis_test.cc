@@ -41,9 +41,9 @@ struct Block {
         bytes(at.end + 1, 0xAA),
         k_hat(size_t{n_} * d_),
         v_hat(size_t{n_} * dv_) {
-    EncodeKiviAxis(bits, window, d, dv, n, k.data(), v.data(), bytes.data());
+    KiviAxisCodec(bits, window, {1, d, dv}).Encode(0, n, k.data(), v.data(), bytes.data());
     EXPECT_EQ(bytes[at.end], 0xAA) << "wrote past the block";
-    DecodeKiviAxis(bits, window, d, dv, n, bytes.data(), k_hat.data(), v_hat.data());
+    KiviAxisCodec(bits, window, {1, d, dv}).Decode(0, n, bytes.data(), k_hat.data(), v_hat.data());
   }
   float k_scale(size_t i) const { return F16At(bytes.data() + at.k_scale, i); }
   float k_zero(size_t i) const { return F16At(bytes.data() + at.k_zero, i); }
@@ -318,8 +318,8 @@ TEST(KiviAxisTest, EitherSideMayBeDecodedAlone) {
   const std::vector<float> k = Random(rng, 64), v = Random(rng, 64);
   const Block b(4, 8, 8, 8, 8, k, v);
   std::vector<float> k_only(64), v_only(64);
-  DecodeKiviAxis(4, 8, 8, 8, 8, b.bytes.data(), k_only.data(), nullptr);
-  DecodeKiviAxis(4, 8, 8, 8, 8, b.bytes.data(), nullptr, v_only.data());
+  KiviAxisCodec(4, 8, {1, 8, 8}).Decode(0, 8, b.bytes.data(), k_only.data(), nullptr);
+  KiviAxisCodec(4, 8, {1, 8, 8}).Decode(0, 8, b.bytes.data(), nullptr, v_only.data());
   EXPECT_EQ(k_only, b.k_hat);
   EXPECT_EQ(v_only, b.v_hat);
 }

@@ -135,12 +135,13 @@ BlockBytes TokenCodec::Bytes(uint32_t bits, uint32_t window, const RowShape& sha
   return {bytes(shape.head_dim, kKeyUnit), bytes(shape.head_dim_v, kValueUnit)};
 }
 
-void TokenCodec::Encode(uint32_t, uint32_t n, const float* k, const float* v,
-                        uint8_t* block) const {
-  std::memset(block, 0, bytes().total());
+void TokenCodec::EncodeSides(uint32_t, uint32_t n, const float* k, const float* v,
+                             uint8_t* k_block, uint8_t* v_block) const {
   const float max_code = static_cast<float>((1u << bits_) - 1);
   const auto encode = [&](const VectorCode& code, bool is_k, const float* x, uint32_t dim,
                           uint8_t* words) {
+    if (words == nullptr) return;
+    std::memset(words, 0, is_k ? bytes().keys : bytes().values);
     const TokenWriter writer(code, is_k);
     uint8_t* grids = words + size_t{window_} * code.n_words * 4;
     uint8_t codes[kernels::kMaxPlaces] = {};
@@ -155,11 +156,12 @@ void TokenCodec::Encode(uint32_t, uint32_t n, const float* k, const float* v,
       writer.Put(words, t, codes);
     }
   };
-  encode(k_.code, true, k, shape_.head_dim, block);
-  encode(v_.code, false, v, shape_.head_dim_v, block + bytes().keys);
+  encode(k_.code, true, k, shape_.head_dim, k_block);
+  encode(v_.code, false, v, shape_.head_dim_v, v_block);
 }
 
-void TokenCodec::Decode(uint32_t, uint32_t n, const uint8_t* block, float* k, float* v) const {
+void TokenCodec::DecodeSides(uint32_t, uint32_t n, const uint8_t* k_block,
+                             const uint8_t* v_block, float* k, float* v) const {
   const auto decode = [&](const VectorCode& code, bool is_k, float* x, uint32_t dim,
                           const uint8_t* words) {
     if (x == nullptr) return;
@@ -172,8 +174,8 @@ void TokenCodec::Decode(uint32_t, uint32_t n, const uint8_t* block, float* k, fl
       }
     }
   };
-  decode(k_.code, true, k, shape_.head_dim, block);
-  decode(v_.code, false, v, shape_.head_dim_v, block + bytes().keys);
+  decode(k_.code, true, k, shape_.head_dim, k_block);
+  decode(v_.code, false, v, shape_.head_dim_v, v_block);
 }
 
 }  // namespace qevict::codecs

@@ -62,10 +62,10 @@ class TokenCodec final : public Codec {
   kernels::WindowFormat format() const override { return kernels::WindowFormat::kToken; }
   bool before_rope() const override { return false; }
   const kernels::TokenCode* token_codes() const override { return codes_.data(); }
-  void Encode(uint32_t kv_head, uint32_t n, const float* k, const float* v,
-              uint8_t* block) const override;
-  void Decode(uint32_t kv_head, uint32_t n, const uint8_t* block, float* k,
-              float* v) const override;
+  void EncodeSides(uint32_t kv_head, uint32_t n, const float* k, const float* v, uint8_t* k_block,
+                   uint8_t* v_block) const override;
+  void DecodeSides(uint32_t kv_head, uint32_t n, const uint8_t* k_block, const uint8_t* v_block,
+                   float* k, float* v) const override;
 
  private:
   uint32_t bits_, window_;

@@ -399,21 +399,22 @@ size_t WaterFillCodec::static_bytes() const {
          codes_.capacity() * sizeof(kernels::TokenCode);
 }
 
-void WaterFillCodec::Encode(uint32_t kv_head, uint32_t n, const float* k, const float* v,
-                            uint8_t* block) const {
-  std::memset(block, 0, bytes().total());
+void WaterFillCodec::EncodeSides(uint32_t kv_head, uint32_t n, const float* k, const float* v,
+                                 uint8_t* k_block, uint8_t* v_block) const {
   const auto encode = [&](const VectorCode& code, bool is_k, const float* x, uint32_t dim,
                           uint8_t* words) {
+    if (words == nullptr) return;
+    std::memset(words, 0, is_k ? bytes().keys : bytes().values);
     Encoder encoder(code, is_k);
     for (uint32_t t = 0; t < n; ++t, x += dim)
       encoder.Encode(x, t, words, words + size_t{window_} * code.n_words * 4);
   };
-  encode(codes_[kv_head].k, true, k, shape_.head_dim, block);
-  encode(codes_[kv_head].v, false, v, shape_.head_dim_v, block + bytes().keys);
+  encode(codes_[kv_head].k, true, k, shape_.head_dim, k_block);
+  encode(codes_[kv_head].v, false, v, shape_.head_dim_v, v_block);
 }
 
-void WaterFillCodec::Decode(uint32_t kv_head, uint32_t n, const uint8_t* block, float* k,
-                            float* v) const {
+void WaterFillCodec::DecodeSides(uint32_t kv_head, uint32_t n, const uint8_t* k_block,
+                                 const uint8_t* v_block, float* k, float* v) const {
   const auto decode = [&](const VectorCode& code, bool is_k, float* x, uint32_t dim,
                           const uint8_t* words) {
     if (x == nullptr) return;
@@ -428,8 +429,8 @@ void WaterFillCodec::Decode(uint32_t kv_head, uint32_t n, const uint8_t* block, 
       });
     }
   };
-  decode(codes_[kv_head].k, true, k, shape_.head_dim, block);
-  decode(codes_[kv_head].v, false, v, shape_.head_dim_v, block + bytes().keys);
+  decode(codes_[kv_head].k, true, k, shape_.head_dim, k_block);
+  decode(codes_[kv_head].v, false, v, shape_.head_dim_v, v_block);
 }
 
 }  // namespace qevict::codecs

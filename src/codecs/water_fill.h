@@ -97,10 +97,10 @@ class WaterFillCodec final : public Codec {
   const kernels::TokenCode* token_codes() const override { return codes_.data(); }
   const float* key_mean(uint32_t kv_head) const override { return codes_[kv_head].k.mean; }
   size_t static_bytes() const override;
-  void Encode(uint32_t kv_head, uint32_t n, const float* k, const float* v,
-              uint8_t* block) const override;
-  void Decode(uint32_t kv_head, uint32_t n, const uint8_t* block, float* k,
-              float* v) const override;
+  void EncodeSides(uint32_t kv_head, uint32_t n, const float* k, const float* v, uint8_t* k_block,
+                   uint8_t* v_block) const override;
+  void DecodeSides(uint32_t kv_head, uint32_t n, const uint8_t* k_block, const uint8_t* v_block,
+                   float* k, float* v) const override;
 
  private:
   void Keep(std::span<const WaterFillVector> k, std::span<const WaterFillVector> v,

@@ -157,7 +157,7 @@ TEST_P(LineageTest, CodesAreUnrotatedKeys) {
     const WindowInfo info = cache.info(ids[w]);
     for (size_t h = 0; h < 2; ++h) {
       const uint8_t* block = refs[w].data + h * head_bytes[1];
-      codecs::DecodeKiviAxis(2, 8, 64, 64, 8, block, k.data(), nullptr);
+      codecs::KiviAxisCodec(2, 8, {1, 64, 64}).Decode(0, 8, block, k.data(), nullptr);
       ++n_packed;
       for (size_t t = 0; t < 8; ++t) {
         for (size_t i = 0; i < 64; ++i) {

@@ -40,11 +40,22 @@ inline constexpr uint32_t kMaxChannels = 512;
 /// One window of a layer. `data` points at the first kv head's block; kv head h is at data + h *
 /// head_bytes[format]. Lifetime: borrowed for the call.
 struct WindowRef {
+  const uint8_t* k = nullptr;
+  const uint8_t* v = nullptr;
+  uint8_t rung_k = 0, rung_v = 0;
   const uint8_t* data;
   int32_t pos0;  ///< position of token 0 (packed windows: where their keys are rotated to)
   WindowFormat format;
   uint8_t pos_stride;  ///< token t has position pos0 + t * pos_stride; 0 or 1
 };
+
+struct RungCode {
+  WindowFormat format;
+  size_t k_head_bytes, v_head_bytes;
+  const TokenCode* token;
+  const GridCode* grid;
+};
+inline constexpr uint32_t kMaxRungs = 8;
 
 /// RoPE as the kernels need it: phases of a pair at any position come from two small tables, no
 /// per-token memory.
