@@ -72,6 +72,13 @@ struct TokenSpec {
                     ///< unknown lineage)
 };
 
+/// Rows of one sequence that a step is about to append.
+struct StepRows {
+  SeqId seq;
+  uint32_t n_rows;
+  bool decode;  ///< generated tokens, each a step; else a chunk of a prompt
+};
+
 /// Where a token lives. window == kNone: evicted in all layers, or never written.
 struct TokenRef {
   WindowId window = kNone;
@@ -208,6 +215,10 @@ class KvCache {
   /// up to 32, are n steps: speculation), when a prompt chunk ends and decoding goes on, and
   /// whenever the next n rows would not fit the limit.
   bool NoteStep(SeqId seq, uint32_t n, bool decode);
+  /// NoteStep and the events that are due for all rows of a step, and room for all of them together.
+  /// What engines call before Append. Errors: kResourceExhausted only if the system refuses memory;
+  /// the cache is sound then, and the step may be tried again.
+  Status PrepareStep(std::span<const StepRows> rows, ParallelFor& pool);
   /// Plans and commits one layer for every sequence that shares the budget with `seq` (its stream
   /// if the budget is a fraction, all streams if absolute). reserve_tokens: tokens of `seq` that
   /// may be appended before the next Route; while a prompt is read under a limit: rows of a whole

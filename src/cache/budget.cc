@@ -219,7 +219,9 @@ uint64_t KvCache::Impl::PromptReserve(std::span<const SeqId> domain) const {
   return n_windows * LargestFullCost();
 }
 
-Result<uint64_t> KvCache::Impl::LayerShare(uint32_t il, std::span<const SeqId> domain) const {
+/// Bytes that the windows of one layer may hold. Rows of a prompt chunk that the budget cannot hold
+/// beside half of everything else go beyond it until their layer has been routed.
+uint64_t KvCache::Impl::LayerShare(uint32_t il, std::span<const SeqId> domain) const {
   uint32_t new_tokens = 0;
   for (const SeqId id : domain) {
     const Sequence& s = *sequences[id];
@@ -237,37 +239,49 @@ Result<uint64_t> KvCache::Impl::LayerShare(uint32_t il, std::span<const SeqId> d
   fixed += pools.size() * kPoolSlack;
   if (config.budget_bytes == 0) fixed = CeilDiv(fixed, n_streams);
 
-  const uint64_t reserve = PromptReserve(domain);
+  fixed += pressure;
   const uint64_t budget = DomainBudget();
-  if (budget < fixed + reserve) {
-    return ResourceExhausted("the budget of " + std::to_string(budget) +
-                             " bytes cannot hold tables of " + std::to_string(fixed) +
-                             " bytes and a prompt chunk of " + std::to_string(reserve) +
-                             " bytes; raise the budget or lower the chunk (ubatch) size");
-  }
+  if (budget <= fixed) return 0;
+  const uint64_t reserve = std::min(PromptReserve(domain), (budget - fixed) / 2);
   const uint64_t left = budget - fixed - reserve;
   const uint64_t layer_bytes = layers[il].f16_token_bytes;
   return left / f16_token_bytes * layer_bytes +
          left % f16_token_bytes * layer_bytes / f16_token_bytes;
 }
 
-/// True if the next `n` tokens of the sequence can be stored without routing.
-bool KvCache::Impl::FitsNext(const Sequence& s, uint32_t n) const {
-  const uint64_t n_windows = CountNewWindows(s, n);
-  uint64_t bytes = HeldBytes() + TableGrowth(static_cast<uint32_t>(n_windows), n);
-  if (Chunked(s)) {
-    bytes += n_windows * LargestFullCost();
-  } else {
-    std::vector<BlockCount> blocks;
-    for (const ShapeStore& store : stores) {
-      for (const Side side : kBothSides)
-        CountBlock(blocks, store.rungs[kFullRung].pool(side), n_windows * store.n_layers);
+/// Growth of everything held by the next rows, exactly; of prompts that are read under a limit, by
+/// one layer's rows, since layers take turns.
+uint64_t KvCache::Impl::StepGrowth(std::span<const StepRows> rows) const {
+  uint64_t chunk_windows = 0, bytes = 0;
+  uint32_t n_windows = 0, n_tokens = 0;
+  for (const StepRows& r : rows) {
+    const Sequence& s = *sequences[r.seq];
+    const uint32_t n = CountNewWindows(s, r.n_rows);
+    n_tokens += r.n_rows;
+    if (Chunked(s)) {
+      chunk_windows += n;
+      continue;
     }
-    for (const BlockCount& count : blocks) bytes += count.pool->GrowthBytes(count.n);
-    for (const LayerSeq& ls : s.layers)
-      bytes += GrownBytes(ls.units, n_windows) - CapacityBytes(ls.units);
+    n_windows += n;
+    for (const LayerSeq& ls : s.layers) bytes += GrownBytes(ls.units, n) - CapacityBytes(ls.units);
   }
-  return bytes <= Limit();
+  std::vector<BlockCount> blocks;
+  for (const ShapeStore& store : stores) {
+    for (const Side side : kBothSides) {
+      CountBlock(blocks, store.rungs[kFullRung].pool(side), size_t{n_windows} * store.n_layers);
+    }
+  }
+  for (const BlockCount& count : blocks) bytes += count.pool->GrowthBytes(count.n);
+  bytes += TableGrowth(n_windows + static_cast<uint32_t>(chunk_windows), n_tokens);
+  for (const auto& table : rope_tables) {
+    bytes += table->GrowthBytes(max_pos + static_cast<int32_t>(n_tokens));
+  }
+  return bytes + std::min(chunk_windows * LargestFullCost(), TotalBudget() / 2);
+}
+
+/// True if the next rows can be stored without routing.
+bool KvCache::Impl::FitsNext(std::span<const StepRows> rows) const {
+  return HeldBytes() + StepGrowth(rows) <= Limit();
 }
 
 }  // namespace qevict

@@ -338,6 +338,25 @@ Status KvCache::RouteAll(SeqId seq, uint32_t reserve_tokens, ParallelFor& pool) 
   return impl_->RunEvent(true, [&] { return impl_->RouteAll(seq, reserve_tokens, pool); });
 }
 
+Status KvCache::PrepareStep(std::span<const StepRows> rows, ParallelFor& pool) {
+  for (const StepRows& r : rows) {
+    if (!impl_->Seq(r.seq))
+      return OutOfRange("sequence " + std::to_string(r.seq) + " does not exist");
+  }
+  Impl& c = *impl_;
+  const uint64_t start = Nanoseconds();
+  c.FinishRestore();
+  Status status;
+  try {
+    status = c.PrepareStep(rows, pool);
+  } catch (const std::bad_alloc&) {
+    status = OutOfMemory();
+  }
+  c.counters.route_ns += Nanoseconds() - start;
+  c.FinishChange();
+  return status.ok() ? c.CheckSound() : status;
+}
+
 bool KvCache::NeedsBoundedRoute(uint32_t il, SeqId seq) const {
   return impl_->NeedsBoundedRoute(il, seq);
 }

@@ -189,17 +189,9 @@ static std::vector<BlockCount> CountNew(const ShapeStore& store,
   return n;
 }
 
-/// Grows pools and ledgers, if the limit allows what will be held at the end.
+/// Grows pools and ledgers.
 Status KvCache::Impl::ReserveForCommit(uint32_t il, const SortedMoves& sorted) {
   const std::vector<BlockCount> n_new = CountNew(StoreOf(il), sorted.write);
-  if (LimitInForce()) {
-    const uint64_t after = PagesAfter(il, sorted, n_new);
-    if (after > arena.bytes() && after + TableBytes() > Limit()) {
-      return ResourceExhausted("layer " + std::to_string(il) + " would raise the cache to " +
-                               std::to_string(after + TableBytes()) + " bytes; the limit is " +
-                               std::to_string(Limit()));
-    }
-  }
   std::vector<size_t> promoted(sequences.size());
   for (const UnitWrite& w : sorted.write) {
     const UnitRecord& u = *w.unit;
@@ -213,39 +205,6 @@ Status KvCache::Impl::ReserveForCommit(uint32_t il, const SortedMoves& sorted) {
   }
   for (const BlockCount& count : n_new) QEVICT_RETURN_IF_ERROR(count.pool->Reserve(count.n));
   return {};
-}
-
-/// Pages of the arena when the moves are done.
-uint64_t KvCache::Impl::PagesAfter(uint32_t il, const SortedMoves& sorted,
-                                   const std::vector<BlockCount>& n_new) const {
-  std::vector<BlockCount> n_gone;
-  const auto gone = [&](const UnitSides& u, Side s) {
-    BlockPool& pool = PoolOf(il, s, u.rung(s));
-    if (u.has(s) && pool.refs(u.block(s)) == 1) CountBlock(n_gone, pool);
-  };
-  for (const UnitRecord* u : sorted.evict) {
-    for (const Side s : kBothSides) gone(*u, s);
-    if (!u->dormant()) continue;
-    const LedgerEntry* entry = FindLedger(sequences[windows[u->window].seq]->layers[il], u->window);
-    for (const Side s : kBothSides) gone(*entry, s);
-  }
-  for (const UnitWrite& w : sorted.write) {
-    for (const Side s : kBothSides) {
-      const size_t i = static_cast<size_t>(s);
-      if (w.moves[i] && w.to[i] != kFullRung) gone(*w.unit, s);
-    }
-  }
-  const auto of = [](const std::vector<BlockCount>& counts, const BlockPool* pool) -> size_t {
-    for (const BlockCount& count : counts) {
-      if (count.pool == pool) return count.n;
-    }
-    return 0;
-  };
-  uint64_t pages = 0;
-  for (const auto& pool : pools) {
-    pages += pool->PagesOf(pool->used() + of(n_new, pool.get()) - of(n_gone, pool.get()));
-  }
-  return pages;
 }
 
 /// One side of a unit takes its new block. What it leaves goes to the ledger or to `freed`.

@@ -251,7 +251,9 @@ struct FreedBlock {
 /// One sequence in the plan of one layer.
 struct SeqPlan {
   SeqId id = kNone;
-  bool protect_recents = true;
+  uint32_t recents = 0;         // tokens that are protected
+  bool protect_tail = true;     // the open window, and room for the tokens that are promised
+  bool protect_sinks = true;
   uint64_t mandatory = 0;
   std::vector<Candidate> candidates;
   std::vector<uint32_t> index;  // unit of each candidate
@@ -301,6 +303,7 @@ struct KvCache::Impl {
   CacheStats counters;            // events, promotions, ... and peaks
   bool limit_on = false;
   bool routing_all = false;
+  uint64_t pressure = 0;  // bytes that the event in progress must stay below its shares
 
   std::vector<uint8_t*> write_blocks;   // scratch of Write
   std::vector<UnitRecord*> mass_units;  // scratch of AddMass
@@ -401,7 +404,7 @@ struct KvCache::Impl {
   uint64_t DomainBudget() const;  // of one stream (fraction), or of all
   uint64_t TotalBudget() const;
   bool LimitWanted() const;
-  bool LimitInForce() const { return limit_on && !routing_all; }
+  bool LimitInForce() const { return limit_on && !routing_all && !restore; }
   bool RoutedSequence(const Sequence& s) const { return Bounded() || s.first_event; }
   uint64_t TableBytes() const;
   uint64_t FixedTableBytes() const;
@@ -415,11 +418,16 @@ struct KvCache::Impl {
   std::vector<SeqId> Domain(SeqId seq) const;
   uint64_t LargestFullCost() const;
   uint64_t PromptReserve(std::span<const SeqId> domain) const;
-  Result<uint64_t> LayerShare(uint32_t il, std::span<const SeqId> domain) const;
-  bool FitsNext(const Sequence& s, uint32_t n) const;
+  uint64_t LayerShare(uint32_t il, std::span<const SeqId> domain) const;
+  uint64_t StepGrowth(std::span<const StepRows> rows) const;
+  bool FitsNext(std::span<const StepRows> rows) const;
 
   // routing.cc
   bool NoteStep(SeqId seq, uint32_t n, bool decode);
+  Status PrepareStep(std::span<const StepRows> rows, ParallelFor& pool);
+  bool GiveWay(std::vector<SeqPlan>& plans, SeqId self, uint64_t share, uint64_t& mandatory,
+               uint32_t il);
+  Status RouteLayers(SeqId seq, uint32_t reserve, ParallelFor& pool);
   void KeepLastRows(Sequence& s, uint32_t n);
   Status Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, ParallelFor& pool);
   Status RouteAll(SeqId seq, uint32_t reserve_tokens, ParallelFor& pool);
@@ -432,16 +440,15 @@ struct KvCache::Impl {
   bool AddMassToAll(uint32_t il, std::span<const WindowId> ids, const WindowMasses& masses);
   uint64_t UnitBytes(uint32_t il, const UnitRecord& u) const;
   void CollectCandidates(uint32_t il, SeqPlan& plan);
-  SeqPlan* LongestIdle(std::vector<SeqPlan>& plans, SeqId self) const;
-  uint32_t FirstRecentBirth(const Sequence& s) const;
+  template <typename F>
+  SeqPlan* LongestIdle(std::vector<SeqPlan>& plans, const F& has) const;
+  uint32_t FirstRecentBirth(const Sequence& s, uint32_t recents) const;
   void ScoreByKeyNorm(uint32_t il, UnitRecord& u) const;
 
   // commit.cc
   Status Commit(uint32_t il, std::vector<UnitMove>& moves, ParallelFor& pool);
   SortedMoves SortMoves(uint32_t il, const std::vector<UnitMove>& moves);
   Status ReserveForCommit(uint32_t il, const SortedMoves& sorted);
-  uint64_t PagesAfter(uint32_t il, const SortedMoves& sorted,
-                      const std::vector<BlockCount>& n_new) const;
   bool WriteAll(uint32_t il, std::vector<UnitWrite>& writes, ParallelFor& pool);
   void WriteUnit(uint32_t il, const UnitWrite& w, float* k, float* v) const;
   void LoadRows(uint32_t il, const UnitRecord& u, const WindowPhases& phases, uint32_t head,
@@ -515,8 +522,7 @@ struct KvCache::Impl {
   Status RestoreShare(uint32_t il, TokenRef ref, Side side, const RowRecord& record,
                       const uint16_t* row);
   Status CreatePackedUnit(uint32_t il, WindowId w, float score);
-  bool MakeRoomForRestore(uint32_t il);
-  Status RoomForRestoredRow(uint32_t il, Side side);
+  void FitRestored(SeqId seq);
   void SortRestored(SeqId seq);
   CacheStats Stats() const;
   void CountBlocks(ByteCounts& bytes) const;

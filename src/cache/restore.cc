@@ -5,7 +5,7 @@
 // in the row memory, unknown rows become tokens without positions. Codes arrive in shares, one per
 // row, and are copied straight into packed slots; a unit that has not received all its shares when
 // the next step begins is evicted in that layer. A row that cannot be right loses its token,
-// nothing else.
+// nothing else. What arrives may exceed the budget until the restore ends; then it is held to it.
 #include "cache/restore.h"
 
 #include <bit>
@@ -13,13 +13,6 @@
 #include "cache/row_format.h"
 
 namespace qevict {
-namespace {
-
-/// Tokens of room that the other sequences are asked for when a restore meets the limit.
-constexpr uint32_t kRoomTokens = 64;
-
-}  // namespace
-
 KvCache::Impl::Impl() = default;
 KvCache::Impl::~Impl() = default;
 
@@ -109,6 +102,7 @@ void KvCache::Impl::FinishRestore() {
   s.first_event |= s.evicted > 0;
   SortRestored(session->seq);
   FinishChange();
+  if (Seq(session->seq)) FitRestored(session->seq);
 }
 
 Status KvCache::Impl::RestoreRows(uint32_t il, uint32_t stream, uint32_t cell0, uint32_t n,
@@ -123,8 +117,7 @@ Status KvCache::Impl::RestoreRows(uint32_t il, uint32_t stream, uint32_t cell0, 
   Status result;
   const size_t n_words = RowWords(il, side);
   for (uint32_t i = 0; i < n; ++i) {
-    Status status = RoomForRestoredRow(il, side);
-    if (status.ok()) status = RestoreRow(il, stream, cell0 + i, side, rows + i * n_words);
+    Status status = RestoreRow(il, stream, cell0 + i, side, rows + i * n_words);
     if (status.ok()) continue;
     if (status.code() != StatusCode::kFailedPrecondition) ReleaseCell(stream, cell0 + i);
     const bool stop = status.code() == StatusCode::kResourceExhausted;
@@ -134,14 +127,6 @@ Status KvCache::Impl::RestoreRows(uint32_t il, uint32_t stream, uint32_t cell0, 
   for (auto& table : rope_tables) table->Grow(max_pos);
   FinishChange();
   return result;
-}
-
-/// Rows that make tokens need records, whatever tier they go to.
-Status KvCache::Impl::RoomForRestoredRow(uint32_t il, Side side) {
-  if (side == Side::kValues || !restore || il != restore->first_layer || !LimitInForce()) return {};
-  if (HeldBytes() + TableGrowth(1, 1) <= Limit() || MakeRoomForRestore(il)) return {};
-  return ResourceExhausted("records of restored tokens exceed the budget of " +
-                           std::to_string(Limit()) + " bytes");
 }
 
 Status KvCache::Impl::RestoreRow(uint32_t il, uint32_t stream, uint32_t cell, Side side,
@@ -276,11 +261,7 @@ Status KvCache::Impl::RestoreUnit(uint32_t il, TokenRef ref, Side side, const Ro
   }
   if (!u) {
     if (side == Side::kValues) return DataLoss("values of a token whose keys are missing");
-    Status status = CreateUnits(il, std::span<const TokenRef>(&ref, 1));
-    if (status.code() == StatusCode::kResourceExhausted && MakeRoomForRestore(il)) {
-      status = CreateUnits(il, std::span<const TokenRef>(&ref, 1));
-    }
-    QEVICT_RETURN_IF_ERROR(status);
+    QEVICT_RETURN_IF_ERROR(CreateUnits(il, std::span<const TokenRef>(&ref, 1)));
     u = FindUnit(restore->seq, il, ref.window);
   }
   WriteFullRow(il, *u, ref.offset, side, row);
@@ -299,11 +280,7 @@ Status KvCache::Impl::RestoreShare(uint32_t il, TokenRef ref, Side side, const R
     if (FindUnit(restore->seq, il, ref.window)) {
       return DataLoss("a saved row is packed, another one of its window is not");
     }
-    Status status = CreatePackedUnit(il, ref.window, record.score);
-    if (status.code() == StatusCode::kResourceExhausted && MakeRoomForRestore(il)) {
-      status = CreatePackedUnit(il, ref.window, record.score);
-    }
-    QEVICT_RETURN_IF_ERROR(status);
+    QEVICT_RETURN_IF_ERROR(CreatePackedUnit(il, ref.window, record.score));
     known = restore->units.emplace(key, RestoredUnit{0, 0, record.n_shares}).first;
   }
   RestoredUnit& unit = known->second;
@@ -324,10 +301,8 @@ Status KvCache::Impl::CreatePackedUnit(uint32_t il, WindowId id, float score) {
   LayerSeq& ls = sequences[windows[id].seq]->layers[il];
   std::vector<BlockCount> blocks;
   for (const Side s : kBothSides) CountBlock(blocks, rung.pool(s));
-  uint64_t growth = 0;
-  for (const BlockCount& count : blocks) growth += count.pool->GrowthBytes(count.n);
   GrowUnits(ls, ls.units.size() + 1);
-  Status grown = LimitAllows(growth);
+  Status grown;
   for (const BlockCount& count : blocks) {
     if (grown.ok()) grown = count.pool->Reserve(count.n);
   }
@@ -346,14 +321,15 @@ Status KvCache::Impl::CreatePackedUnit(uint32_t il, WindowId id, float score) {
   return {};
 }
 
-/// Asks the sequences that share the budget to give way; the one being restored keeps its units.
-bool KvCache::Impl::MakeRoomForRestore(uint32_t il) {
-  if (!LimitInForce() || !restore || !Seq(restore->seq)) return false;
+/// A state that has been restored is held to the limit like everything else: what ranks last is
+/// packed or evicted, of all sequences that share the budget.
+void KvCache::Impl::FitRestored(SeqId seq) {
+  if (!LimitWanted() || HeldBytes() <= Limit()) return;
   const std::unique_ptr<ParallelFor> serial = MakeSerial();
-  const bool routed = Route(il, restore->seq, kRoomTokens, *serial).ok();
-  if (Seq(restore->seq)) sequences[restore->seq]->reserved = 0;
-  UpdateLimit();
-  return routed;
+  try {
+    (void)RouteAll(seq, config.EffectiveInterval(), *serial);  // if not, the next step does it
+  } catch (const std::bad_alloc&) {
+  }
 }
 
 }  // namespace qevict

@@ -5,8 +5,8 @@
 //   mandatory  sinks, recents and promised tokens of every sequence of the domain
 //   history    share - mandatory, split over the sequences by their number of candidates
 // A policy (MakePlan) answers where each candidate shall be; commit.cc moves them.
-// If mandatory bytes exceed the share, recents of other sequences lose their protection, longest
-// idle first; only then the call fails.
+// If mandatory bytes exceed the share, protection is given up: recents of other sequences, longest
+// idle first, then more (GiveWay). An event never fails because of the budget.
 #include "cache/kv_cache_impl.h"
 #include "cache/restore.h"
 #include "policy/rankers.h"
@@ -37,7 +37,8 @@ bool KvCache::Impl::NoteStep(SeqId seq, uint32_t n, bool decode) {
     s->chunk_tokens = std::max(s->chunk_tokens, n);
     s->reserved = 0;
   }
-  if (!due && LimitWanted() && RoutedSequence(*s)) due = !FitsNext(*s, n);
+  const StepRows rows{seq, n, decode};
+  if (!due && LimitWanted() && RoutedSequence(*s)) due = !FitsNext({&rows, 1});
   s->event_step = due;
   return due;
 }
@@ -114,8 +115,7 @@ uint64_t KvCache::Impl::UnitBytes(uint32_t il, const UnitRecord& u) const {
 }
 
 /// Birth of the oldest window that belongs to the recents.
-uint32_t KvCache::Impl::FirstRecentBirth(const Sequence& s) const {
-  const uint32_t recents = Recents();
+uint32_t KvCache::Impl::FirstRecentBirth(const Sequence& s, uint32_t recents) const {
   const size_t n_protected = (recents + config.window - 1) / config.window;
   uint32_t first = kNone;
   uint64_t newer = 0;
@@ -153,19 +153,18 @@ void KvCache::Impl::ScoreByKeyNorm(uint32_t il, UnitRecord& u) const {
 void KvCache::Impl::CollectCandidates(uint32_t il, SeqPlan& plan) {
   Sequence& s = *sequences[plan.id];
   const uint64_t full_cost = StoreOf(il).costs().full_bytes;
-  const bool restoring = restore && restore->seq == plan.id;
-  const uint32_t first_recent = restoring ? 0 : plan.protect_recents ? FirstRecentBirth(s) : kNone;
+  const uint32_t first_recent = plan.protect_tail ? FirstRecentBirth(s, plan.recents) : kNone;
   plan.mandatory = 0;
   plan.candidates.clear();
   plan.index.clear();
-  if (plan.protect_recents && !Chunked(s)) {
+  if (plan.protect_tail && !Chunked(s)) {
     plan.mandatory += CountNewWindows(s, s.reserved) * full_cost;
   }
   std::vector<UnitRecord>& units = s.layers[il].units;
   for (uint32_t i = 0; i < units.size(); ++i) {
     UnitRecord& u = units[i];
     const WindowRecord& w = windows[u.window];
-    if (w.has(WindowRecord::kSink) || w.birth >= first_recent) {
+    if ((w.has(WindowRecord::kSink) && plan.protect_sinks) || w.birth >= first_recent) {
       plan.mandatory += UnitBytes(il, u);
       continue;
     }
@@ -178,14 +177,43 @@ void KvCache::Impl::CollectCandidates(uint32_t il, SeqPlan& plan) {
   }
 }
 
-/// The other sequence that has been idle longest and still has protected recents, or null.
-SeqPlan* KvCache::Impl::LongestIdle(std::vector<SeqPlan>& plans, SeqId self) const {
+/// Of the sequences that have something to give, the one that has been idle longest, or null.
+template <typename F>
+SeqPlan* KvCache::Impl::LongestIdle(std::vector<SeqPlan>& plans, const F& has) const {
   SeqPlan* idle = nullptr;
   for (SeqPlan& p : plans) {
-    if (p.id == self || !p.protect_recents) continue;
+    if (!has(p)) continue;
     if (!idle || sequences[p.id]->activity < sequences[idle->id]->activity) idle = &p;
   }
   return idle;
+}
+
+/// One sequence gives up some of its protection: first recents and the open window of others, then
+/// their sinks, longest idle first; then half of the recents of `self`, last its sinks. False if
+/// there is nothing left to give.
+bool KvCache::Impl::GiveWay(std::vector<SeqPlan>& plans, SeqId self, uint64_t share,
+                            uint64_t& mandatory, uint32_t il) {
+  if (mandatory <= share) return false;
+  SeqPlan* plan = LongestIdle(
+      plans, [self](const SeqPlan& p) { return p.id != self && p.protect_tail; });
+  if (plan) {
+    plan->recents = 0;
+    plan->protect_tail = false;
+  } else if ((plan = LongestIdle(plans, [self](const SeqPlan& p) {
+                return p.id != self && p.protect_sinks;
+              }))) {
+    plan->protect_sinks = false;
+  } else if ((plan = LongestIdle(plans, [](const SeqPlan& p) { return p.recents > 0; }))) {
+    plan->recents /= 2;
+  } else if ((plan = LongestIdle(plans, [](const SeqPlan& p) { return p.protect_sinks; }))) {
+    plan->protect_sinks = false;
+  } else {
+    return false;
+  }
+  mandatory -= plan->mandatory;
+  CollectCandidates(il, *plan);
+  mandatory += plan->mandatory;
+  return true;
 }
 
 Status KvCache::Impl::Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, ParallelFor& pool) {
@@ -200,36 +228,27 @@ Status KvCache::Impl::Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, Par
   }
 
   const std::vector<SeqId> domain = Domain(seq);
-  const Result<uint64_t> share = LayerShare(il, domain);
-  if (!share.ok()) return share.status();
+  const uint64_t share = LayerShare(il, domain);
   std::vector<SeqPlan> plans;
   uint64_t mandatory = 0;
   for (const SeqId id : domain) {
-    plans.emplace_back().id = id;
-    CollectCandidates(il, plans.back());
-    mandatory += plans.back().mandatory;
+    SeqPlan& plan = plans.emplace_back();
+    plan.id = id;
+    plan.recents = Recents();
+    CollectCandidates(il, plan);
+    mandatory += plan.mandatory;
   }
-  while (mandatory > *share) {
-    SeqPlan* idle = LongestIdle(plans, seq);
-    if (!idle) {
-      return ResourceExhausted("sinks, recents and reserve of layer " + std::to_string(il) +
-                               " need " + std::to_string(mandatory) +
-                               " bytes; its share of the budget is " + std::to_string(*share));
-    }
-    mandatory -= idle->mandatory;
-    idle->protect_recents = false;
-    CollectCandidates(il, *idle);
-    mandatory += idle->mandatory;
+  while (GiveWay(plans, seq, share, mandatory, il)) {
   }
+  const uint64_t for_history = share > mandatory ? share - mandatory : 0;
 
   uint64_t n_candidates = 0;
   for (const SeqPlan& p : plans) n_candidates += p.candidates.size();
   std::vector<UnitMove> moves;
   for (const SeqPlan& p : plans) {
     if (p.candidates.empty() || n_candidates == 0) continue;
-    const uint64_t history =
-        (*share - mandatory) / n_candidates * p.candidates.size() +
-        (*share - mandatory) % n_candidates * p.candidates.size() / n_candidates;
+    const uint64_t history = for_history / n_candidates * p.candidates.size() +
+                             for_history % n_candidates * p.candidates.size() / n_candidates;
     const Plan plan = MakePlan({p.candidates, StoreOf(il).costs(), history}, config);
     for (size_t i = 0; i < p.candidates.size(); ++i) {
       const Tier tier = plan.placements[i].tier;
@@ -245,31 +264,71 @@ Status KvCache::Impl::Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, Par
   return {};
 }
 
-/// Layers may gain bytes before others give theirs up: the limit counts at the end. It may come
-/// into force with this event (prefill = full); then other streams that grew meanwhile are routed
-/// too.
-Status KvCache::Impl::RouteAll(SeqId seq, uint32_t reserve_tokens, ParallelFor& pool) {
-  const auto route_layers = [&](SeqId id, uint32_t reserve) {
-    struct Scope {  // also if the system refuses memory
-      Impl& cache;
-      ~Scope() {
-        cache.routing_all = false;
-        cache.FinishChange();
-      }
-    } scope{*this};
-    routing_all = true;
-    Status status;
-    for (uint32_t il = 0; il < layers.size() && status.ok(); ++il) {
-      status = Route(il, id, reserve, pool);
+/// Layers may gain bytes before others give theirs up: the limit counts at the end.
+Status KvCache::Impl::RouteLayers(SeqId seq, uint32_t reserve, ParallelFor& pool) {
+  struct Scope {  // also if the system refuses memory
+    Impl& cache;
+    ~Scope() {
+      cache.routing_all = false;
+      cache.FinishChange();
     }
-    return status;
-  };
-  QEVICT_RETURN_IF_ERROR(route_layers(seq, reserve_tokens));
+  } scope{*this};
+  routing_all = true;
+  for (uint32_t il = 0; il < layers.size(); ++il) {
+    QEVICT_RETURN_IF_ERROR(Route(il, seq, reserve, pool));
+  }
+  return {};
+}
+
+/// The limit may come into force with this event (prefill = full); then other streams that grew
+/// meanwhile are routed too. Shares are made of sums that leave room for pages and tables; where
+/// that was not enough, the event is repeated with what is missing taken off.
+Status KvCache::Impl::RouteAll(SeqId seq, uint32_t reserve_tokens, ParallelFor& pool) {
+  constexpr int kAttempts = 8;
+  struct Scope {
+    Impl& cache;
+    ~Scope() { cache.pressure = 0; }
+  } scope{*this};
+  QEVICT_RETURN_IF_ERROR(RouteLayers(seq, reserve_tokens, pool));
   if (!LimitWanted() || !Seq(seq)) return {};
   const uint32_t own = sequences[seq]->stream;
   for (SeqId id = 0; id < sequences.size() && HeldBytes() > Limit(); ++id) {
     if (!sequences[id] || sequences[id]->stream == own || sequences[id]->empty()) continue;
-    QEVICT_RETURN_IF_ERROR(route_layers(id, sequences[id]->reserved));
+    QEVICT_RETURN_IF_ERROR(RouteLayers(id, sequences[id]->reserved, pool));
+  }
+  for (int i = 0; i < kAttempts && Seq(seq); ++i) {
+    const StepRows next{seq, reserve_tokens, !Chunked(*sequences[seq])};
+    const uint64_t needed = HeldBytes() + StepGrowth({&next, 1});
+    if (needed <= Limit()) break;
+    pressure += needed - Limit() + kPageBytes;
+    QEVICT_RETURN_IF_ERROR(RouteLayers(seq, reserve_tokens, pool));
+  }
+  return {};
+}
+
+/// Everything that must happen before rows are appended: events that are due, and room for all of
+/// them together.
+Status KvCache::Impl::PrepareStep(std::span<const StepRows> rows, ParallelFor& pool) {
+  constexpr int kAttempts = 8;
+  const auto reserve = [this](const StepRows& r) {
+    return std::max(r.n_rows, config.EffectiveInterval());
+  };
+  for (const StepRows& r : rows) {
+    if (!NoteStep(r.seq, r.n_rows, r.decode)) continue;
+    QEVICT_RETURN_IF_ERROR(RouteAll(r.seq, reserve(r), pool));
+    if (Routes()) ++counters.events;
+  }
+  struct Scope {
+    Impl& cache;
+    ~Scope() { cache.pressure = 0; }
+  } scope{*this};
+  for (int i = 0; i < kAttempts && LimitWanted() && !FitsNext(rows); ++i) {
+    const StepRows& widest = *std::max_element(
+        rows.begin(), rows.end(),
+        [](const StepRows& a, const StepRows& b) { return a.n_rows < b.n_rows; });
+    pressure += HeldBytes() + StepGrowth(rows) - Limit() + kPageBytes;
+    QEVICT_RETURN_IF_ERROR(RouteLayers(widest.seq, reserve(widest), pool));
+    if (i == 0 && Routes()) ++counters.events;
   }
   return {};
 }
@@ -278,8 +337,7 @@ bool KvCache::Impl::NeedsBoundedRoute(uint32_t il, SeqId seq) const {
   const Sequence* s = Seq(seq);
   if (il >= layers.size() || !s || !Routes() || !Chunked(*s)) return false;
   const std::vector<SeqId> domain = Domain(seq);
-  const Result<uint64_t> share = LayerShare(il, domain);
-  if (!share.ok()) return true;  // Route says why
+  const uint64_t share = LayerShare(il, domain);
   uint64_t held = 0;
   for (const SeqId id : domain) {
     const Sequence& other = *sequences[id];
@@ -288,7 +346,7 @@ bool KvCache::Impl::NeedsBoundedRoute(uint32_t il, SeqId seq) const {
     }
     for (const UnitRecord& u : other.layers[il].units) held += UnitBytes(il, u);
   }
-  return held > *share;
+  return held > share;
 }
 
 }  // namespace qevict

@@ -278,16 +278,17 @@ TEST(RouteTest, IdleSequencesGiveUpTheirRecentsFirst) {
   EXPECT_LE(e.cache().Stats().bytes.total(), config.budget_bytes);
 }
 
-TEST(RouteTest, ABudgetThatCannotHoldWhatIsProtectedNamesTheNumbers) {
+// Sinks, recents and reserve may exceed the budget; an event then protects less and does not fail.
+TEST(RouteTest, WhatIsProtectedShrinksWhenTheBudgetCannotHoldIt) {
   Config config = SmallConfig(150);
   Engine e(config, TwoLayers(), 1, 4096);
   ASSERT_TRUE(e.status.ok()) << e.status.message();
   const SeqId seq = e.NewSequence(0);
   ASSERT_TRUE(e.Prompt(seq, 4000, 1000).ok());
   const Status status = e.cache().RouteAll(seq, 400, e.pool());
-  EXPECT_EQ(status.code(), StatusCode::kResourceExhausted);
-  EXPECT_NE(status.message().find("bytes"), std::string::npos);
-  EXPECT_EQ(e.cache().Stats().tokens.full, 4000u * 2) << "nothing has changed";
+  ASSERT_TRUE(status.ok()) << status.message();
+  e.ExpectSound();
+  ASSERT_TRUE(e.Decode(seq, 100).ok());
   e.ExpectSound();
 }
 

@@ -283,14 +283,11 @@ Status KvCache::Impl::CreateUnits(uint32_t il, std::span<const TokenRef> refs) {
   RungStore& full = StoreOf(il).rungs[kFullRung];
   std::vector<BlockCount> blocks;
   for (const Side s : kBothSides) CountBlock(blocks, full.pool(s), fresh.size());
-  uint64_t growth = 0;
-  for (const BlockCount& count : blocks) growth += count.pool->GrowthBytes(count.n);
-  QEVICT_RETURN_IF_ERROR(LimitAllows(growth));
   for (const WindowId w : fresh) {
     LayerSeq& ls = sequences[windows[w].seq]->layers[il];
     GrowUnits(ls, ls.units.size() + fresh.size());
   }
-  Status grown = LimitAllows(growth);
+  Status grown;
   for (const BlockCount& count : blocks) {
     if (grown.ok()) grown = count.pool->Reserve(count.n);
   }

@@ -114,11 +114,10 @@ class Engine {
 
   /// One step of one sequence, as the plug-in runs it.
   Status Step(SeqId seq, uint32_t n, bool decode) {
-    const uint32_t reserve = decode ? cache_->config().EffectiveInterval() : n;
-    if (cache_->NoteStep(seq, n, decode)) {
-      ++n_due;
-      QEVICT_RETURN_IF_ERROR(cache_->RouteAll(seq, reserve, *pool_));
-    }
+    const StepRows rows{seq, n, decode};
+    const uint64_t before = cache_->Stats().events;
+    QEVICT_RETURN_IF_ERROR(cache_->PrepareStep({&rows, 1}, *pool_));
+    n_due += cache_->Stats().events - before;
     return Store(NextTokens(seq, n));
   }
   Status Prompt(SeqId seq, uint32_t n, uint32_t chunk) {

@@ -64,7 +64,6 @@ uint32_t KvCache::Impl::CountNewWindows(const Sequence& s, uint32_t n) const {
 }
 
 Status KvCache::Impl::CheckAppend(std::span<const TokenSpec> tokens) {
-  uint32_t new_windows = 0, run = 0;
   int32_t highest = max_pos;
   for (size_t i = 0; i < tokens.size(); ++i) {
     const TokenSpec& t = tokens[i];
@@ -80,23 +79,9 @@ Status KvCache::Impl::CheckAppend(std::span<const TokenSpec> tokens) {
       }
       highest = std::max(highest, t.pos);
     }
-    const bool continues = i > 0 && tokens[i - 1].seq == t.seq &&
-                           tokens[i - 1].positional == t.positional &&
-                           (!t.positional || tokens[i - 1].pos + 1 == t.pos);
-    if (!continues) run = 0;
-    const bool at_sink = Seq(t.seq)->appended < config.sinks + tokens.size();
-    if (run++ % config.window == 0 || at_sink) ++new_windows;
   }
   max_pos = highest;
   for (auto& table : rope_tables) table->Grow(max_pos);
-  if (!LimitInForce()) return {};
-  const uint32_t n = static_cast<uint32_t>(tokens.size());
-  const uint64_t after = HeldBytes() + TableGrowth(new_windows, n);
-  if (after > Limit()) {
-    return ResourceExhausted("records of " + std::to_string(n) + " more tokens need " +
-                             std::to_string(after) + " bytes in total; the budget is " +
-                             std::to_string(Limit()));
-  }
   return {};
 }
 
