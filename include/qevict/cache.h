@@ -244,12 +244,13 @@ class KvCache {
   /// for RoPE tables, which keep their length.
   void Clear();
   /// Makes `dst` stream a copy of `src` (tiers, codes, scores, counters); dst's old tokens are
-  /// dropped. Errors: kResourceExhausted: dst is empty then.
+  /// dropped. Blocks are shared until they change: time and memory grow with the number of windows.
+  /// Errors: kResourceExhausted if the system refuses memory: dst is empty then.
   Status CopyStream(uint32_t src, uint32_t dst);
   /// K-shift: adds delta[cell] to positions of every live token of all streams (index stream *
   /// cells_per_stream + cell). Windows whose tokens move differently are split. Full keys of a
-  /// layer are rotated by RotateLayer. Errors, nothing changed: kResourceExhausted for windows that
-  /// must be split; kUnimplemented if packed keys cannot take RoPE's magnitude once more (below).
+  /// layer are rotated by RotateLayer. Errors, nothing changed: kInvalidArgument for a position
+  /// beyond 2^24; kUnimplemented if packed keys cannot take RoPE's magnitude once more (below).
   Status ShiftPositions(std::span<const int32_t> delta);
   /// Rotates layer il's full-precision keys by the same deltas (call once per layer after
   /// ShiftPositions). Like llama.cpp's K-shift it multiplies all keys by RoPE's magnitude once more

@@ -326,12 +326,12 @@ Status KvCache::Impl::RunEvent(bool last, const F& event) {
   if (status.ok() && last && Routes()) ++counters.events;
   counters.route_ns += Nanoseconds() - start;
   FinishChange();
-  return status.ok() ? CheckSound() : status;
+  return status.ok() && last ? CheckSound() : status;
 }
 
 Status KvCache::Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, ParallelFor& pool) {
   return impl_->RunEvent(il + 1 == n_layers(),
-                         [&] { return impl_->Route(il, seq, reserve_tokens, pool); });
+                         [&] { return impl_->RouteChunk(il, seq, reserve_tokens, pool); });
 }
 
 Status KvCache::RouteAll(SeqId seq, uint32_t reserve_tokens, ParallelFor& pool) {

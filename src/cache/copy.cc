@@ -6,7 +6,7 @@
 namespace qevict {
 
 /// One more owner of a block; a block that has as many as can be counted is copied. Requires room
-/// for the copy (CheckCopy).
+/// for the copy (ReserveCopies).
 void KvCache::Impl::ShareBlock(uint32_t il, UnitSides& u, Side s) {
   if (!u.has(s)) return;
   BlockPool& pool = PoolOf(il, s, u.rung(s));
@@ -40,29 +40,6 @@ void KvCache::Impl::DropStream(uint32_t stream) {
   }
   std::vector<uint32_t>().swap(streams[stream].cells);
   FinishChange();
-}
-
-/// Bytes of records that a copy of a sequence takes.
-static uint64_t RecordBytes(const Sequence& s, uint32_t window) {
-  uint64_t bytes = sizeof(Sequence) + TightCapacity(s.windows.size()) * sizeof(WindowId);
-  bytes += s.windows.size() * (sizeof(WindowRecord) + window * sizeof(uint32_t));
-  for (const LayerSeq& ls : s.layers) {
-    bytes += sizeof(LayerSeq) + TightCapacity(ls.units.size()) * sizeof(UnitRecord) +
-             TightCapacity(ls.ledger.size()) * sizeof(LedgerEntry);
-  }
-  return bytes;
-}
-
-/// Room for the copies of blocks that cannot be shared once more, and the limit for the records.
-Status KvCache::Impl::CheckCopy(uint32_t src) const {
-  uint64_t bytes = CapacityBytes(streams[src].cells);
-  for (const auto& s : sequences) {
-    if (s && s->stream == src) bytes += RecordBytes(*s, config.window);
-  }
-  if (!LimitInForce() || HeldBytes() + bytes <= Limit()) return {};
-  return ResourceExhausted("a copy of stream " + std::to_string(src) + " needs " +
-                           std::to_string(HeldBytes() + bytes) +
-                           " bytes in total; the budget is " + std::to_string(Limit()));
 }
 
 /// Pages and tables for blocks whose references are used up.
@@ -138,8 +115,7 @@ Status KvCache::Impl::CopyStream(uint32_t src, uint32_t dst) {
   }
   if (src == dst) return {};
   DropStream(dst);
-  Status status = CheckCopy(src);
-  if (status.ok()) status = ReserveCopies(src);
+  Status status = ReserveCopies(src);
   try {
     std::vector<SeqId> ids;
     for (SeqId id = 0; status.ok() && id < sequences.size(); ++id) {
@@ -153,6 +129,9 @@ Status KvCache::Impl::CopyStream(uint32_t src, uint32_t dst) {
   }
   if (!status.ok()) DropStream(dst);
   FinishChange();
+  for (SeqId id = 0; id < sequences.size(); ++id) {  // records may exceed the budget
+    if (sequences[id] && sequences[id]->stream == dst) FitNow(id);
+  }
   return status;
 }
 

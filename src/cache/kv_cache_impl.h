@@ -346,7 +346,6 @@ struct KvCache::Impl {
   Status CreateUnits(uint32_t il, std::span<const TokenRef> refs);
   Status CheckRefs(uint32_t il, std::span<const TokenRef> refs, std::vector<WindowId>& fresh);
   Status OwnBlocks(uint32_t il, UnitSides& u, Side side);
-  Status LimitAllows(uint64_t growth) const;
   void DropBlock(uint32_t il, UnitSides& u, Side s);
   void DropLedger(uint32_t il, UnitRecord& u);
   void DropEmptyLedger(uint32_t il, UnitRecord& u);
@@ -427,7 +426,9 @@ struct KvCache::Impl {
   Status PrepareStep(std::span<const StepRows> rows, ParallelFor& pool);
   bool GiveWay(std::vector<SeqPlan>& plans, SeqId self, uint64_t share, uint64_t& mandatory,
                uint32_t il);
+  Status RouteChunk(uint32_t il, SeqId seq, uint32_t reserve, ParallelFor& pool);
   Status RouteLayers(SeqId seq, uint32_t reserve, ParallelFor& pool);
+  void FitNow(SeqId seq);
   void KeepLastRows(Sequence& s, uint32_t n);
   Status Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, ParallelFor& pool);
   Status RouteAll(SeqId seq, uint32_t reserve_tokens, ParallelFor& pool);
@@ -466,12 +467,10 @@ struct KvCache::Impl {
   Status CopyStream(uint32_t src, uint32_t dst);
   void CopySequence(SeqId from, uint32_t stream);
   void DropStream(uint32_t stream);
-  Status CheckCopy(uint32_t src) const;
   Status ReserveCopies(uint32_t src);
   void ShareUnit(uint32_t il, const UnitRecord& from, WindowId to);
   void ShareBlock(uint32_t il, UnitSides& u, Side s);
-  Status ReserveSplits(const std::vector<std::pair<WindowId, uint32_t>>& splits);
-  bool MakeRoomForSplits(const std::vector<std::pair<WindowId, uint32_t>>& splits);
+  Status CheckShift(std::span<const int32_t> delta) const;
   void SplitWindow(WindowId id, uint32_t live, int32_t delta);
   bool Rotates(uint32_t il, const UnitRecord& u, const int32_t* delta) const;
   void RotateSides(uint32_t il, const UnitSides& u, WindowId id, const int32_t* delta);
@@ -522,7 +521,6 @@ struct KvCache::Impl {
   Status RestoreShare(uint32_t il, TokenRef ref, Side side, const RowRecord& record,
                       const uint16_t* row);
   Status CreatePackedUnit(uint32_t il, WindowId w, float score);
-  void FitRestored(SeqId seq);
   void SortRestored(SeqId seq);
   CacheStats Stats() const;
   void CountBlocks(ByteCounts& bytes) const;

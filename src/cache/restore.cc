@@ -102,7 +102,7 @@ void KvCache::Impl::FinishRestore() {
   s.first_event |= s.evicted > 0;
   SortRestored(session->seq);
   FinishChange();
-  if (Seq(session->seq)) FitRestored(session->seq);
+  if (Seq(session->seq)) FitNow(session->seq);
 }
 
 Status KvCache::Impl::RestoreRows(uint32_t il, uint32_t stream, uint32_t cell0, uint32_t n,
@@ -319,17 +319,6 @@ Status KvCache::Impl::CreatePackedUnit(uint32_t il, WindowId id, float score) {
   ++windows[id].n_created;
   windows[id].flags |= WindowRecord::kSealed;
   return {};
-}
-
-/// A state that has been restored is held to the limit like everything else: what ranks last is
-/// packed or evicted, of all sequences that share the budget.
-void KvCache::Impl::FitRestored(SeqId seq) {
-  if (!LimitWanted() || HeldBytes() <= Limit()) return;
-  const std::unique_ptr<ParallelFor> serial = MakeSerial();
-  try {
-    (void)RouteAll(seq, config.EffectiveInterval(), *serial);  // if not, the next step does it
-  } catch (const std::bad_alloc&) {
-  }
 }
 
 }  // namespace qevict

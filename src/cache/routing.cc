@@ -306,6 +306,17 @@ Status KvCache::Impl::RouteAll(SeqId seq, uint32_t reserve_tokens, ParallelFor& 
   return {};
 }
 
+/// What a call other than a step has added (a restored state, a copy's records) is held to the limit
+/// at once: what ranks last is packed or evicted, of all sequences that share the budget.
+void KvCache::Impl::FitNow(SeqId seq) {
+  if (!Seq(seq) || !LimitWanted() || HeldBytes() <= Limit()) return;
+  const std::unique_ptr<ParallelFor> serial = MakeSerial();
+  try {
+    (void)RouteAll(seq, config.EffectiveInterval(), *serial);  // if not, the next step does it
+  } catch (const std::bad_alloc&) {
+  }
+}
+
 /// Everything that must happen before rows are appended: events that are due, and room for all of
 /// them together.
 Status KvCache::Impl::PrepareStep(std::span<const StepRows> rows, ParallelFor& pool) {
@@ -333,9 +344,18 @@ Status KvCache::Impl::PrepareStep(std::span<const StepRows> rows, ParallelFor& p
   return {};
 }
 
+/// One layer of a prompt chunk. After the last one what pages and tables took beyond the shares is
+/// made up for.
+Status KvCache::Impl::RouteChunk(uint32_t il, SeqId seq, uint32_t reserve, ParallelFor& pool) {
+  QEVICT_RETURN_IF_ERROR(Route(il, seq, reserve, pool));
+  if (il + 1 < layers.size() || !LimitWanted() || HeldBytes() <= Limit()) return {};
+  return RouteAll(seq, reserve, pool);
+}
+
 bool KvCache::Impl::NeedsBoundedRoute(uint32_t il, SeqId seq) const {
   const Sequence* s = Seq(seq);
   if (il >= layers.size() || !s || !Routes() || !Chunked(*s)) return false;
+  if (il + 1 == layers.size() && LimitWanted() && HeldBytes() > Limit()) return true;
   const std::vector<SeqId> domain = Domain(seq);
   const uint64_t share = LayerShare(il, domain);
   uint64_t held = 0;

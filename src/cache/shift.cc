@@ -51,24 +51,6 @@ static std::vector<Part> PartsOf(const WindowRecord& w, const uint32_t* cells,
   return parts;
 }
 
-/// Room for the records of `splits` (window, number of copies); blocks are shared.
-Status KvCache::Impl::ReserveSplits(const std::vector<std::pair<WindowId, uint32_t>>& splits) {
-  uint64_t records = 0;
-  uint32_t n_windows = 0;
-  for (const auto& [id, copies] : splits) {
-    n_windows += copies;
-    records += copies * windows[id].n_units * (kUnitBytes + kLedgerBytes + 64);
-    for (uint32_t il = 0; il < layers.size(); ++il) {  // keys that will differ
-      const UnitRecord* u = FindUnit(windows[id].seq, il, id);
-      if (!u) continue;
-      const codecs::Codec* codec = layers[il].codecs[u->rung(Side::kKeys)].get();
-      if (codec == nullptr || !codec->before_rope())
-        records += copies * StoreOf(il).BlockCost(Side::kKeys, u->rung(Side::kKeys));
-    }
-  }
-  return LimitAllows(TableGrowth(n_windows, 0) + records);
-}
-
 /// Makes a window of its own for the tokens of `live`, right behind window `id` in the lists.
 void KvCache::Impl::SplitWindow(WindowId id, uint32_t live, int32_t delta) {
   const SeqId seq = windows[id].seq;
@@ -94,7 +76,8 @@ void KvCache::Impl::SplitWindow(WindowId id, uint32_t live, int32_t delta) {
   windows[part].flags |= WindowRecord::kSealed;
 }
 
-Status KvCache::Impl::ShiftPositions(std::span<const int32_t> delta) {
+/// Whether every key can be moved, and every position stays in range.
+Status KvCache::Impl::CheckShift(std::span<const int32_t> delta) const {
   if (delta.size() != size_t{n_streams} * cells_per_stream) {
     return InvalidArgument("a shift needs " + std::to_string(size_t{n_streams} * cells_per_stream) +
                            " deltas, one per cell, not " + std::to_string(delta.size()));
@@ -106,25 +89,26 @@ Status KvCache::Impl::ShiftPositions(std::span<const int32_t> delta) {
                            CodecName(config.codec) +
                            ": use codec=kivi with 2 or 4 bits, or codec=token");
   }
+  for (WindowId id = 0; id < windows.size(); ++id) {
+    const WindowRecord& w = windows[id];
+    if (!w.in_use()) continue;
+    const auto moves = delta.subspan(size_t{sequences[w.seq]->stream} * cells_per_stream);
+    for (uint32_t t = 0; t < w.n_tokens; ++t) {
+      if (((w.live >> t) & 1u) == 0) continue;
+      const int64_t pos = int64_t{w.PosOf(t)} + moves[CellsOf(id)[t]];
+      if (pos > -kMaxPosition && pos < kMaxPosition) continue;
+      return InvalidArgument("a shift to position " + std::to_string(pos) + " lies outside -" +
+                             std::to_string(kMaxPosition) + "..." + std::to_string(kMaxPosition));
+    }
+  }
+  return {};
+}
+
+Status KvCache::Impl::ShiftPositions(std::span<const int32_t> delta) {
+  QEVICT_RETURN_IF_ERROR(CheckShift(delta));
   const auto of_stream = [&](uint32_t stream) {
     return delta.subspan(size_t{stream} * cells_per_stream, cells_per_stream);
   };
-  std::vector<std::pair<WindowId, uint32_t>> splits;
-  for (const auto& s : sequences) {
-    if (!s) continue;
-    for (const WindowId id : s->windows) {
-      const size_t n = PartsOf(windows[id], CellsOf(id), of_stream(s->stream)).size();
-      if (n > 1) splits.emplace_back(id, static_cast<uint32_t>(n - 1));
-    }
-  }
-  if (!splits.empty()) {
-    Status status = ReserveSplits(splits);
-    if (!status.ok() && LimitInForce() && MakeRoomForSplits(splits)) {
-      std::erase_if(splits, [&](const auto& split) { return !windows[split.first].in_use(); });
-      status = ReserveSplits(splits);
-    }
-    QEVICT_RETURN_IF_ERROR(status);
-  }
   for (const auto& s : sequences) {
     if (!s) continue;
     if (s->tail.window != kNone) {
@@ -143,25 +127,8 @@ Status KvCache::Impl::ShiftPositions(std::span<const int32_t> delta) {
   }
   for (auto& table : rope_tables) table->Grow(max_pos);
   FinishChange();
+  for (SeqId id = 0; id < sequences.size(); ++id) FitNow(id);
   return {};
-}
-
-/// Routes the sequences that are about to be split, with the copies as reserve.
-bool KvCache::Impl::MakeRoomForSplits(const std::vector<std::pair<WindowId, uint32_t>>& splits) {
-  const std::unique_ptr<ParallelFor> serial = MakeSerial();
-  std::vector<uint32_t> copies(sequences.size());
-  for (const auto& [id, n] : splits) copies[windows[id].seq] += n;
-  for (SeqId seq = 0; seq < copies.size(); ++seq) {
-    if (copies[seq] == 0) continue;
-    Sequence& s = *sequences[seq];
-    const uint32_t before = s.reserved;
-    for (uint32_t il = 0; il < layers.size(); ++il) {
-      const Status routed = Route(il, seq, before + (2 * copies[seq] + 1) * config.window, *serial);
-      if (!routed.ok()) return false;
-    }
-    if (!Chunked(s)) s.reserved = before;
-  }
-  return true;
 }
 
 /// True if a unit's keys must be written anew when its tokens move by `delta`.

@@ -234,14 +234,6 @@ void KvCache::Impl::TrimStores() {
   }
 }
 
-/// Whether the limit, if it is in force, allows so many bytes more.
-Status KvCache::Impl::LimitAllows(uint64_t growth) const {
-  if (!LimitInForce() || HeldBytes() + growth <= Limit()) return {};
-  return ResourceExhausted("the cache holds " + std::to_string(HeldBytes()) +
-                           " bytes and cannot add " + std::to_string(growth) + ": the limit is " +
-                           std::to_string(Limit()));
-}
-
 /// The windows of `refs` whose units the layer lacks, each once.
 Status KvCache::Impl::CheckRefs(uint32_t il, std::span<const TokenRef> refs,
                                 std::vector<WindowId>& fresh) {
