@@ -73,8 +73,8 @@ struct qevict_stats {
 };
 QEVICT_API int qevict_get_stats(uint64_t session, struct qevict_stats* stats);
 
-/* Plan dump of one layer for tests and tracing: for windows in order, birth number and tier (0
- * full, 1 packed). Writes at most `capacity` entries, returns the number there are, negative on
+/* Plan dump of one layer for tests and tracing: for windows in order, birth number and rung of
+ * the keys (0 full, 1 ... packed). Writes at most `capacity` entries, returns the number there are, negative on
  * error. */
 QEVICT_API int qevict_get_layer(uint64_t session, uint32_t cache, uint32_t layer, uint32_t* births,
                                 uint8_t* tiers, float* scores, uint32_t capacity);

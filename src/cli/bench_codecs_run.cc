@@ -73,7 +73,8 @@ class PackedLayer {
       uint8_t* window = data_ + place[w] * window_bytes;
       for (uint32_t h = 0; h < shape_.n_kv_heads; ++h)
         encode_ms += EncodeWindow(rows, w, h, window + h * head_bytes_);
-      windows_.push_back({window, static_cast<int32_t>(w * config.window), codec_->format(), 1});
+      windows_.push_back({window, window + codec_->bytes().keys,
+                          static_cast<int32_t>(w * config.window), 1, 1, 1});
     }
     encode_us_ = encode_ms * 1e3 / n_tokens_ / shape_.n_kv_heads;
     visible_.assign(n_windows, config.window == 32 ? ~0u : (1u << config.window) - 1);
@@ -160,7 +161,7 @@ class PackedLayer {
     std::vector<float> k(size_t{w} * d), v(size_t{w} * d);
     for (uint32_t i = 0; i < n_windows; ++i) {
       for (uint32_t h = 0; h < shape_.n_kv_heads; ++h) {
-        codec_->Decode(h, w, windows_[i].data + h * head_bytes_, k.data(), v.data());
+        codec_->Decode(h, w, windows_[i].k + h * head_bytes_, k.data(), v.data());
         for (uint32_t t = 0; t < w; ++t) {
           float* key = k.data() + size_t{t} * d;
           const auto position = static_cast<int32_t>(i * w + t);
@@ -179,11 +180,11 @@ class PackedLayer {
     attention_.n_gqa = shape_.n_heads / shape_.n_kv_heads;
     attention_.head_dim = attention_.head_dim_v = shape_.head_dim;
     attention_.window = config_.window;
-    attention_.head_bytes[static_cast<size_t>(codec_->format())] = head_bytes_;
+    attention_.n_rungs = 2;
+    attention_.rungs[1] = {codec_->format(), head_bytes_, head_bytes_, codec_->token_codes(),
+                           codec_->grid_codes()};
     attention_.scale = 1.0f / std::sqrt(static_cast<float>(shape_.head_dim));
     attention_.rope = &table_;
-    attention_.token = codec_->token_codes();
-    attention_.grid = codec_->grid_codes();
     group_.shape = &attention_;
     group_.n_rows = 1;
     group_.q = q_.data();

@@ -384,9 +384,9 @@ TEST(GridCodecTest, KernelsReadWhatIsDecodedAndNothingIsSpoiled) {
     s.head_dim = d;
     s.head_dim_v = dv;
     s.window = window;
-    s.grid = codec.grid_codes();
-    s.head_bytes[static_cast<int>(codec.format())] = block.size() - 1;
-    const kernels::WindowRef ref{block.data(), 0, codec.format(), 1};
+    s.n_rungs = 2;
+    s.rungs[1] = {codec.format(), block.size() - 1, block.size() - 1, nullptr, codec.grid_codes()};
+    const kernels::WindowRef ref{block.data(), block.data() + codec.bytes().keys, 0, 1, 1, 1};
     std::vector<double> row(d);
     double error = 0.0, energy = 0.0;
     for (uint32_t t = 0; t < n; ++t) {

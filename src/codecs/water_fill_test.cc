@@ -173,9 +173,9 @@ TEST(WaterFillTest, KernelsReadWhatIsDecoded) {
     kernels::AttentionShape s;
     s.n_kv_heads = 1;
     s.head_dim = s.head_dim_v = 64;
-    s.token = codec.token_codes();
-    s.head_bytes[static_cast<int>(codec.format())] = block.size();
-    const kernels::WindowRef window{block.data(), 0, codec.format(), 1};
+    s.n_rungs = 2;
+    s.rungs[1] = {codec.format(), block.size(), block.size(), codec.token_codes(), nullptr};
+    const kernels::WindowRef window{block.data(), block.data() + codec.bytes().keys, 0, 1, 1, 1};
     std::vector<double> row(64);
     for (uint32_t t = 0; t < 8; ++t) {
       kernels::ReferenceKey(s, window, 0, t, row.data());

@@ -102,7 +102,7 @@ kernels::AttentionShape CacheGroup::ShapeOf(const ggml_tensor* op, const LayerBi
   shape.window = config_.window;
   shape.elem_k = stored.elem_k;
   shape.elem_v = stored.elem_v;
-  cache_->HeadBytes(cache_layer, shape.head_bytes);
+  shape.n_rungs = cache_->Rungs(cache_layer, shape.rungs);
   shape.scale = ParamF32(op, 0);
   shape.softcap = ParamF32(op, 2);
   const uint32_t first_head = part * shape.n_kv_heads * shape.n_gqa;
@@ -112,8 +112,6 @@ kernels::AttentionShape CacheGroup::ShapeOf(const ggml_tensor* op, const LayerBi
   }
   if (op->src[4]) shape.sinks = static_cast<const float*>(op->src[4]->data) + first_head;
   shape.rope = cache_->rope_table(cache_layer);
-  shape.token = cache_->codec(cache_layer).token_codes();
-  shape.grid = cache_->codec(cache_layer).grid_codes();
   return shape;
 }
 

@@ -386,7 +386,7 @@ int CacheGroup::DumpLayer(uint32_t il, uint32_t* births, uint8_t* tiers, float* 
       for (size_t i = 0; i < ids_scratch_.size(); ++i, ++n) {
         if (n >= capacity) continue;
         if (births) births[n] = cache_->info(ids_scratch_[i]).birth;
-        if (tiers) tiers[n] = refs_scratch_[i].format == kernels::WindowFormat::kFull ? 0 : 1;
+        if (tiers) tiers[n] = refs_scratch_[i].rung_k;
         if (scores) scores[n] = cache_->score(il, ids_scratch_[i]);
       }
     }

@@ -148,15 +148,16 @@ TEST_P(LineageTest, CodesAreUnrotatedKeys) {
   std::vector<kernels::WindowRef> refs;
   std::vector<WindowId> ids;
   cache.View(0, cache.Sequences(0)[0], refs, ids);
-  size_t head_bytes[kernels::kWindowFormats], n_packed = 0;
-  cache.HeadBytes(0, head_bytes);
+  size_t n_packed = 0;
+  kernels::RungCode rungs[kernels::kMaxRungs];
+  ASSERT_EQ(cache.Rungs(0, rungs), 2u);
   const codecs::KiviAxisLayout at = codecs::LayoutKiviAxis(2, 8, 64, 64);
   std::vector<float> k(8 * 64);
   for (size_t w = 0; w < refs.size(); ++w) {
-    if (refs[w].format != kernels::WindowFormat::kPacked2) continue;
+    if (refs[w].rung_k == kFullRung) continue;
     const WindowInfo info = cache.info(ids[w]);
     for (size_t h = 0; h < 2; ++h) {
-      const uint8_t* block = refs[w].data + h * head_bytes[1];
+      const uint8_t* block = refs[w].k + h * rungs[1].k_head_bytes;
       codecs::KiviAxisCodec(2, 8, {1, 64, 64}).Decode(0, 8, block, k.data(), nullptr);
       ++n_packed;
       for (size_t t = 0; t < 8; ++t) {

@@ -5,6 +5,7 @@
 //
 // Storage that the kernels read (written by src/cache, per kv head; W = window length Omega, S =
 // min(W, 8), D, Dv):
+//   (keys and values are blocks of their own)
 //   full     K [W/S][D][S] 16-bit   tokens in lanes: channel-major inside sub-blocks of S tokens
 //            V [W][Dv]     16-bit   channels in lanes
 //   packed b K codes [D][W] b bits  little-endian in each byte, tokens of one channel adjacent
@@ -33,29 +34,30 @@
 namespace qevict::kernels {
 
 enum class WindowFormat : uint8_t { kFull, kPacked2, kPacked4, kToken, kGrid };
-inline constexpr uint32_t kWindowFormats = 5;
 /// Most channels of a key or a value.
 inline constexpr uint32_t kMaxChannels = 512;
 
-/// One window of a layer. `data` points at the first kv head's block; kv head h is at data + h *
-/// head_bytes[format]. Lifetime: borrowed for the call.
-struct WindowRef {
-  const uint8_t* k = nullptr;
-  const uint8_t* v = nullptr;
-  uint8_t rung_k = 0, rung_v = 0;
-  const uint8_t* data;
-  int32_t pos0;  ///< position of token 0 (packed windows: where their keys are rotated to)
-  WindowFormat format;
-  uint8_t pos_stride;  ///< token t has position pos0 + t * pos_stride; 0 or 1
+/// Formats of one cache that a call can mix.
+inline constexpr uint32_t kMaxRungs = 8;
+
+/// One rung: how its blocks are read.
+struct RungCode {
+  WindowFormat format = WindowFormat::kFull;
+  size_t k_head_bytes = 0, v_head_bytes = 0;  ///< from one kv head's block to the next one's
+  const TokenCode* token = nullptr;           ///< [n_kv_heads] codes, if the format is kToken
+  const GridCode* grid = nullptr;             ///< [n_kv_heads] codes, if the format is kGrid
 };
 
-struct RungCode {
-  WindowFormat format;
-  size_t k_head_bytes, v_head_bytes;
-  const TokenCode* token;
-  const GridCode* grid;
+/// One window of a layer: keys and values stand on rungs of their own. k and v point at the first
+/// kv head's block; kv head h is at k + h * k_head_bytes of the rung. Lifetime: borrowed for the
+/// call.
+struct WindowRef {
+  const uint8_t* k;
+  const uint8_t* v;
+  int32_t pos0;  ///< position of token 0 (packed windows: where their keys are rotated to)
+  uint8_t rung_k, rung_v;
+  uint8_t pos_stride;  ///< token t has position pos0 + t * pos_stride; 0 or 1
 };
-inline constexpr uint32_t kMaxRungs = 8;
 
 /// RoPE as the kernels need it: phases of a pair at any position come from two small tables, no
 /// per-token memory.
@@ -70,16 +72,14 @@ struct AttentionShape {
   uint32_t window = 8;      ///< W
   Elem elem_k = Elem::kF16;
   Elem elem_v = Elem::kF16;
-  /// Bytes of one kv head's block per WindowFormat; see FullHeadBytes, PackedHeadBytes.
-  size_t head_bytes[kWindowFormats] = {};
+  RungCode rungs[kMaxRungs];
+  uint32_t n_rungs = 1;
   float scale = 1.0f;               ///< multiplies q.k
   float softcap = 0.0f;             ///< > 0: s = softcap * tanh(s / softcap), after the scale
   const float* slopes = nullptr;    ///< [n_heads] factor of `bias` (ALiBi), or null = 1
   const float* sinks = nullptr;     ///< [n_heads] attention-sink logits: one more exp(sink) in each
                                     ///< denominator, or null
   const RopeTable* rope = nullptr;  ///< null: packed keys are not rotated
-  const TokenCode* token = nullptr;  ///< [n_kv_heads] codes of kToken windows
-  const GridCode* grid = nullptr;    ///< [n_kv_heads] codes of kGrid windows
 };
 
 /// What is made of the attention probabilities that fall on a window, one per row and query head.
@@ -114,7 +114,7 @@ struct AttentionGroup {
   bool mass_per_head = false;
 };
 
-/// Bytes of one kv head's block.
+/// Bytes of one kv head's keys and values together.
 size_t FullHeadBytes(uint32_t window, uint32_t head_dim, uint32_t head_dim_v);
 size_t PackedHeadBytes(uint32_t bits, uint32_t window, uint32_t head_dim, uint32_t head_dim_v);
 size_t TokenHeadBytes(uint32_t window, const TokenCode& code);

@@ -18,13 +18,23 @@ class Block {
         h_(*args.head),
         s_(args.scratch),
         tokens_(args),
-        fetches_(args, args.head->token != nullptr) {
+        fetches_(args) {
+    uint32_t keys = 0, values = 0;  // bit r: on rung r
     for (uint32_t i = 0; i < a_.n_win; ++i) {
-      const WindowFormat format = Window(i).format;
-      (format == WindowFormat::kFull    ? has_full_
-       : format == WindowFormat::kToken ? has_tokens_
-       : format == WindowFormat::kGrid  ? has_grid_
-                                        : has_packed_) = true;
+      keys |= 1u << Window(i).rung_k;
+      values |= 1u << Window(i).rung_v;
+    }
+    for (uint32_t r = 0; r < h_.n_rungs; ++r) {
+      if (((keys | values) >> r & 1u) == 0) continue;
+      const WindowFormat format = h_.rungs[r].format;
+      if (format != WindowFormat::kToken) {
+        (format == WindowFormat::kFull   ? has_full_
+         : format == WindowFormat::kGrid ? has_grid_
+                                         : has_packed_) = true;
+        continue;
+      }
+      if ((keys >> r & 1u) != 0) tokens_.HaveKeys(r), token_steps_[r] = fetches_.TokenStep(r);
+      if ((values >> r & 1u) != 0) tokens_.HaveValues(r);
     }
   }
 
@@ -37,7 +47,7 @@ class Block {
       RunTile(first, left < step ? left : step, tile);
     }
     for (uint32_t m = 0; m < a_.n_vec; ++m) a_.state.l[m] = S::Sum(S::Load(s_.sums + m * kPad));
-    if (has_tokens_) tokens_.Join(a_.state.o);
+    tokens_.Join(a_.state.o);
     if (a_.state.mass != nullptr) RescaleMasses();
   }
 
@@ -67,10 +77,7 @@ class Block {
       for (uint32_t c = 0; c < d; ++c) q[c] = src[c] * h_.scale;
       if (!a_.prompt && (has_full_ || has_grid_ || !PackedInPlace())) ExpandQuery(q, m);
     }
-    if (has_tokens_) {
-      tokens_.Prepare();
-      token_offsets_ = TokenOffsets(h_);
-    }
+    tokens_.Prepare();
     if (a_.prompt || !has_packed_ || !PackedInPlace()) return;
     ForBlocks(0, a_.n_vec,
               [&](uint32_t m, auto block) { InterleaveQueries(m, decltype(block)::value); });
@@ -153,21 +160,21 @@ class Block {
       SkipMasses(first, n_win, tile);
       return;
     }
-    TokenTile& tokens = token_tile_;
-    const uint64_t plain = seen & ~ListTokenTile(first, n_win, seen, tokens);
+    uint64_t keys = seen, values = seen;  // in no token code
+    if (tokens_.any()) ListTokenTile(first, n_win, seen, keys, values);
     if (!a_.prompt) {
       ScoreTile(first, n_win, seen);
-    } else if (plain != 0) {
-      ScoreDecodedTile(first, n_win, plain);
+    } else if (keys != 0) {
+      ScoreDecodedTile(first, n_win, keys);
     }
-    if (tokens.n != 0) tokens_.Score(tokens, plain == 0);
+    if (keys != seen) tokens_.Score(keys == 0);
     Softmax(first, n_win, tile);
     if (!a_.prompt) {
       AddRuns(first, n_win);
-    } else if (plain != 0) {
-      AddTile(first, n_win, plain, same);
+    } else if (values != 0) {
+      AddTile(first, n_win, values, same);
     }
-    if (tokens.n != 0) tokens_.Add(tokens, seen);
+    if (values != seen) tokens_.Add(seen);
   }
 
   /// Prompt form: keys to an f32 tile, then a matrix product. Columns of other tokens are not
@@ -182,23 +189,27 @@ class Block {
                    h_.head_dim);
   }
 
-  /// Lists the tile's windows in a token code that somebody sees; returns which tokens those are.
-  uint64_t ListTokenTile(uint32_t first, uint32_t n_win, uint64_t seen, TokenTile& tile) const {
-    uint64_t listed = 0;
-    tile.n = 0;
-    for (uint32_t i = 0; has_tokens_ && i < n_win; ++i) {
+  /// Lists the tile's keys and values in token codes that somebody sees, and takes their bits off.
+  void ListTokenTile(uint32_t first, uint32_t n_win, uint64_t seen, uint64_t& keys,
+                     uint64_t& values) {
+    tokens_.Clear();
+    for (uint32_t i = 0; i < n_win; ++i) {
       const WindowRef& w = Window(first + i);
-      const uint32_t bits = WindowBits(seen, i);
-      if (w.format != WindowFormat::kToken) continue;
-      listed |= static_cast<uint64_t>(bits) << (i * h_.window);
+      const uint32_t bits = WindowBits(seen, i), column = i * h_.window;
+      const bool k = KeyRung(h_, w).format == WindowFormat::kToken;
+      const bool v = ValueRung(h_, w).format == WindowFormat::kToken;
+      const uint64_t mask = static_cast<uint64_t>(bits) << column;
+      if (k) keys &= ~mask;
+      if (v) values &= ~mask;
       for (uint32_t part = 0; 8 * part < h_.window; ++part) {
         if ((bits >> (8 * part) & 0xFFu) == 0) continue;
-        TokenBlock& block = tile.blocks[tile.n++];
-        token_offsets_.Locate(w, part, i * h_.window, block);
-        block.ahead = fetches_.Next(first + i, part, &Fetches<S>::Rate::token);
+        if (k) {
+          const Ahead ahead = fetches_.Next(first + i, part, token_steps_[w.rung_k]);
+          tokens_.part(w.rung_k).ListKeys(w, part, column, ahead);
+        }
+        if (v) tokens_.part(w.rung_v).ListValues(w, part, column);
       }
     }
-    return listed;
   }
 
   void SkipMasses(uint32_t first, uint32_t n_win, uint32_t tile) {
@@ -243,8 +254,8 @@ class Block {
     const uint32_t sub = h_.window < 8 ? h_.window : 8;
     for (uint32_t i = 0; i < n_win; ++i) {
       const WindowRef& w = Window(first + i);
-      if (w.format != WindowFormat::kFull || WindowBits(seen, i) == 0) continue;
-      const uint16_t* keys = reinterpret_cast<const uint16_t*>(w.data + h_.head_offset[0]);
+      if (KeyRung(h_, w).format != WindowFormat::kFull || WindowBits(seen, i) == 0) continue;
+      const uint16_t* keys = reinterpret_cast<const uint16_t*>(KeysOf(h_, w));
       for (uint32_t part = 0; part * sub < h_.window; ++part) {
         blocks[n++] = {keys + part * sub * h_.head_dim, i * h_.window + part * sub,
                        fetches_.Values(w, part)};
@@ -261,18 +272,19 @@ class Block {
     uint32_t n = 0, stride = 0;
     for (uint32_t i = 0; i < n_win; ++i) {
       const WindowRef& w = Window(first + i);
-      if (!IsPacked(w.format) || WindowBits(seen, i) == 0) continue;
+      const WindowFormat own = KeyRung(h_, w).format;
+      if (!IsPacked(own) || WindowBits(seen, i) == 0) continue;
       if (!PackedInPlace()) {
         ScoreDecodedWindow(w, i * h_.window, fetches_.NextWindow(first + i));
         continue;
       }
       const bool rotates = Rotates(h_, w);
-      const bool alike = w.format == format && rotates == rotate && w.pos_stride == stride;
+      const bool alike = own == format && rotates == rotate && w.pos_stride == stride;
       if (n != 0 && !alike) {
         ScorePackedKeys(keys, n, format, rotate);
         n = 0;
       }
-      format = w.format, rotate = rotates, stride = w.pos_stride;
+      format = own, rotate = rotates, stride = w.pos_stride;
       keys[n] = LoadSubBlock<S>(h_, w, 0, rotate, s_.coef + n * PackedCoefs(h_.head_dim),
                                 fetches_.NextWindow(first + i));
       keys[n].column = i * h_.window;
@@ -304,7 +316,7 @@ class Block {
   void ScoreGridWindows(uint32_t first, uint32_t n_win, uint64_t seen) {
     for (uint32_t i = 0; i < n_win; ++i) {
       const WindowRef& w = Window(first + i);
-      if (w.format == WindowFormat::kGrid && WindowBits(seen, i) != 0)
+      if (KeyRung(h_, w).format == WindowFormat::kGrid && WindowBits(seen, i) != 0)
         ScoreDecodedWindow(w, i * h_.window, {});
     }
   }
@@ -314,14 +326,14 @@ class Block {
   void ScoreDecodedWindow(const WindowRef& w, uint32_t column, const Ahead& ahead) {
     const uint32_t sub = h_.window < 8 ? h_.window : 8;
     const size_t block_floats = static_cast<size_t>(h_.head_dim) * sub;
-    if (w.format == WindowFormat::kGrid) {
+    if (KeyRung(h_, w).format == WindowFormat::kGrid) {
       DecodeGridKeys<S>(h_, w, s_.grid, s_.k_tile, sub, block_floats);
     } else {
       DecodePackedKeys<S>(h_, w, ahead, s_.coef, s_.k_tile, sub, block_floats);
     }
     KeyBlock<float> blocks[4];
     for (uint32_t i = 0; i < h_.window / sub; ++i)
-      blocks[i] = {s_.k_tile + i * block_floats, column + i * sub, {w.data, 0, 0}};
+      blocks[i] = {s_.k_tile + i * block_floats, column + i * sub, {w.k, 0, 0}};
     ScoreBlocks<F32<S>>(blocks, h_.window / sub);
   }
 
@@ -360,7 +372,7 @@ class Block {
       for (uint32_t i = 0; i < n_win; ++i) {
         const WindowRef& w = Window(first + i);
         const uint32_t window_bits = WindowBits(bits, i);
-        if (w.format == format && window_bits != 0)
+        if (ValueRung(h_, w).format == format && window_bits != 0)
           ListTokens<S>(h_, s_, w, fetches_.NextKeys(first + i), i * h_.window, window_bits, list);
       }
       if (list.n != 0) f(format, list);
@@ -384,7 +396,7 @@ class Block {
           SoftmaxTile<S>(scores, s_.bits[m], logit, a_.state.m[m], s_.sums + m * kPad);
       if (factor != 1.0f) {
         Rescale(a_.state.o + static_cast<size_t>(m) * h_.dv_pad, factor);
-        if (has_tokens_) tokens_.Rescale(m, factor);
+        tokens_.Rescale(m, factor);
       }
       if (a_.state.mass == nullptr) continue;
       if (Counts(m)) {
@@ -449,11 +461,10 @@ class Block {
   const BlockArgs& a_;
   const HeadArgs& h_;
   const Scratch& s_;
-  TokenPart<S> tokens_;
-  bool has_full_ = false, has_packed_ = false, has_tokens_ = false, has_grid_ = false;
+  TokenParts<S> tokens_;
+  bool has_full_ = false, has_packed_ = false, has_grid_ = false;  ///< keys or values of a window
   Fetches<S> fetches_;
-  TokenTile token_tile_;
-  TokenOffsets token_offsets_;
+  uint32_t token_steps_[kMaxRungs];  ///< Fetches::TokenStep of rungs with keys in token codes
 };
 
 template <class S>

@@ -12,52 +12,59 @@ namespace qevict::kernels::internal {
 template <class S>
 class Fetches {
  public:
-  /// How the window one tile on is fetched, by its format: bytes per fetch while a sub-block or a
-  /// whole window of full keys, a packed window, or 8 tokens of a token code are read. Divisions
-  /// are too dear for every window.
+  /// How the window one tile on is fetched, by the rung of its keys: bytes per fetch while a
+  /// sub-block or a whole window of full keys, a packed window, or 8 tokens of a token code are
+  /// read. Divisions are too dear for every window.
   struct Rate {
-    uint32_t half, part;  ///< half of the head's bytes; the share of a sub-block
-    uint32_t sub_block, full, packed, token;
+    uint32_t part;  ///< the share of a sub-block
+    uint32_t sub_block, full, packed;
   };
 
-  Fetches(const BlockArgs& args, bool has_tokens) : a_(args), h_(*args.head) {
-    const auto per = [](uint32_t bytes, uint32_t n) {  // from the first byte to the last
-      const uint32_t step = n < 2 ? 0 : (bytes + n - 3) / (n - 1);
-      return step <= 64 ? step : (bytes + n - 1) / n;
-    };
+  explicit Fetches(const BlockArgs& args) : a_(args), h_(*args.head) {
     const uint32_t sub = h_.window < 8 ? h_.window : 8, parts = h_.window / sub;
-    const uint32_t key_fetches = has_tokens ? KeyFetches(h_.token->k) : 0;
-    for (uint32_t i = 0; i < kWindowFormats; ++i) {
+    for (uint32_t i = 0; i < h_.n_rungs; ++i) {
+      const RungArgs& rung = h_.rungs[i];
+      const uint32_t bytes = rung.k_bytes > rung.v_bytes ? rung.k_bytes : rung.v_bytes;
       Rate& r = rates_[i];
-      r.half = h_.head_bytes[i] / 2;
-      r.part = r.half / parts;
-      r.sub_block = per(r.part, h_.head_dim * sub / (kKeyStep * S::kLanes));
-      r.full = per(r.half, h_.head_dim * h_.window / S::kLanes);
-      r.packed = per(h_.head_bytes[i], h_.rope.n_pairs * h_.window / (8 * S::kChannels));
-      r.token = per(r.part, key_fetches);
+      r.part = bytes / parts;
+      r.sub_block = Step(r.part, h_.head_dim * sub / (kKeyStep * S::kLanes));
+      r.full = Step(bytes, h_.head_dim * h_.window / S::kLanes);
+      r.packed = Step(bytes, h_.rope.n_pairs * h_.window / (8 * S::kChannels));
     }
   }
 
-  /// Part of the window one tile after window i of the chunk.
-  Ahead Next(uint32_t i, uint32_t part, uint32_t Rate::*rate) const {
-    if (i + h_.tile_windows >= a_.n_win) return {Window(i).data, 0, 0};
+  /// Bytes per fetch when n fetches go from the first byte to the last.
+  static uint32_t Step(uint32_t bytes, uint32_t n) {
+    const uint32_t step = n < 2 ? 0 : (bytes + n - 3) / (n - 1);
+    return step <= 64 || n == 0 ? step : (bytes + n - 1) / n;
+  }
+
+  /// Part of the window one tile after window i of the chunk, in steps of so many bytes.
+  Ahead Next(uint32_t i, uint32_t part, uint32_t step) const {
+    if (i + h_.tile_windows >= a_.n_win) return {Window(i).k, 0, 0};
     const WindowRef& w = Window(i + h_.tile_windows);
-    const Rate& r = rates_[static_cast<int>(w.format)];
-    return {w.data + h_.head_offset[static_cast<int>(w.format)] + part * r.part, r.half, r.*rate};
+    const uint8_t* keys = KeysOf(h_, w) + part * rates_[w.rung_k].part;
+    return {keys, ValuesOf(h_, w) - KeysOf(h_, w), step};
   }
   /// The whole one, at the rate at which window i is decoded.
   Ahead NextWindow(uint32_t i) const {
-    const bool full = Window(i).format == WindowFormat::kFull;
-    return Next(i, 0, full ? &Rate::full : &Rate::packed);
+    if (i + h_.tile_windows >= a_.n_win) return {Window(i).k, 0, 0};
+    const bool full = KeyRung(h_, Window(i)).format == WindowFormat::kFull;
+    const Rate& r = rates_[Window(i + h_.tile_windows).rung_k];
+    return Next(i, 0, full ? r.full : r.packed);
   }
-  /// Full windows: their values (second half) while their keys are scored; the first half of the
-  /// window one tile on, or null, while their values are added. So memory is asked all the time.
+  /// Full windows: their values while their keys are scored; the keys of the window one tile on, or
+  /// null, while their values are added. So memory is asked all the time.
   Ahead Values(const WindowRef& w, uint32_t part) const {
-    const Rate& r = rates_[static_cast<int>(WindowFormat::kFull)];
-    return {w.data + h_.head_offset[0] + r.half + part * r.part, 0, r.sub_block};
+    const Rate& r = rates_[w.rung_v];
+    return {ValuesOf(h_, w) + part * r.part, 0, r.sub_block};
   }
   const uint8_t* NextKeys(uint32_t i) const {
-    return i + h_.tile_windows < a_.n_win ? Next(i, 0, &Rate::full).data : nullptr;
+    return i + h_.tile_windows < a_.n_win ? KeysOf(h_, Window(i + h_.tile_windows)) : nullptr;
+  }
+  /// Bytes per fetch while 8 tokens in a token code on rung i are scored.
+  uint32_t TokenStep(uint32_t i) const {
+    return Step(rates_[i].part, KeyFetches(h_.rungs[i].token->k));
   }
 
  private:
@@ -65,7 +72,7 @@ class Fetches {
 
   const BlockArgs& a_;
   const HeadArgs& h_;
-  Rate rates_[kWindowFormats];
+  Rate rates_[kMaxRungs];
 };
 
 }  // namespace qevict::kernels::internal

@@ -198,8 +198,8 @@ void RotateColumns(const RopeView& rope, int32_t pos, const float* step, float* 
 template <class S>
 void DecodeGridKeys(const HeadArgs& h, const WindowRef& w, float* scratch, float* dst,
                     size_t stride, size_t block_stride) {
-  const GridVector& g = h.grid->k;
-  const uint8_t* block = w.data + h.head_offset[static_cast<int>(WindowFormat::kGrid)];
+  const GridVector& g = KeyRung(h, w).grid->k;
+  const uint8_t* block = KeysOf(h, w);
   const WideGrid<S> grid(g, block, h.window, h.head_dim, scratch);
   for (uint32_t part = 0; part < h.window / 8; ++part) {
     ForGridBits(g.bits, [&](auto bits) {
@@ -238,10 +238,9 @@ void DecodeValueRow(const GridVector& g, const uint8_t* codes, const float* scal
 template <class S>
 void DecodeGridValues(const HeadArgs& h, const WindowRef& w, float* scratch, float* dst,
                       size_t stride) {
-  const GridVector& g = h.grid->v;
+  const GridVector& g = ValueRung(h, w).grid->v;
   const uint32_t dim = h.head_dim_v;
-  const uint8_t* block = w.data + h.head_offset[static_cast<int>(WindowFormat::kGrid)] +
-                         LayoutGrid(h.grid->k, h.window, h.head_dim).end;
+  const uint8_t* block = ValuesOf(h, w);
   const WideGrid<S> grid(g, block, h.window, dim, scratch);
   alignas(64) float row_scale[kMaxChannels + kPad], row_zero[kMaxChannels + kPad];
   for (uint32_t t = 0; t < h.window; ++t) {

@@ -50,6 +50,16 @@ struct RopeView {
   bool halves;
 };
 
+/// RungCode for one kv head.
+struct RungArgs {
+  WindowFormat format;
+  size_t k_offset, v_offset;  ///< of this kv head's block from WindowRef::k and v
+  uint32_t k_bytes, v_bytes;  ///< of a block
+  const TokenCode* token;     ///< of this kv head, or null
+  const GridCode* grid;       ///< the same
+  uint32_t mean;              ///< first rung whose keys have the same mean; kMaxRungs: no mean
+};
+
 /// Everything that is common to the query vectors of one kv head of one group. A query vector is
 /// (row, query head of the kv head); vector v is row v / n_gqa, head first_head + v % n_gqa.
 struct HeadArgs {
@@ -58,13 +68,11 @@ struct HeadArgs {
   uint32_t window;        ///< W
   uint32_t tile_windows;  ///< kTile / W
   Elem elem_k, elem_v;
-  size_t head_offset[kWindowFormats];  ///< of this kv head's block from WindowRef::data, per format
-  uint32_t head_bytes[kWindowFormats];
+  RungArgs rungs[kMaxRungs];
+  uint32_t n_rungs;
   float scale;  ///< log2 e included
   float softcap;
   RopeView rope;
-  const TokenCode* token;  ///< of this kv head, or null
-  const GridCode* grid;    ///< the same
   uint32_t n_gqa, first_head;
   const float* q;
   size_t q_row_stride, q_head_stride;
@@ -111,14 +119,34 @@ struct Scratch {
   float* grid;    ///< grids of one window
   float* v_rows;  ///< [kTile][dv_pad] values of a tile
   // Token codes; null without.
-  int8_t* q_bytes;     ///< [n_vec][QueryBytes(K)]
-  float* token_o;      ///< [n_vec][token_stride] output in places, then the zeros' sum
-  int16_t* weights;    ///< [n_vec][kTile]
-  float* mean_q;       ///< [n_vec][2][PadLanes(n_pairs)] products of query and key mean
-  float* mean_terms;   ///< [n_vec][2 n_fast + 4], see RopeTable::basis
-  float* mean_scores;  ///< [2][n_vec][64] of the last even and the last odd block
-  uint32_t token_stride;
+  int16_t* weights;  ///< [n_vec][kTile]
+  struct Token {
+    int8_t* q_bytes;  ///< [n_vec][QueryBytes(K)]
+    float* o;         ///< [n_vec][stride] output in places, then the zeros' sum
+    uint32_t stride;
+    float* mean_q;       ///< [n_vec][2][PadLanes(n_pairs)] products of query and key mean
+    float* mean_terms;   ///< [n_vec][2 n_fast + 4], see RopeTable::basis
+    float* mean_scores;  ///< [2][n_vec][64] of the last even and the last odd block
+  } token[kMaxRungs];  ///< by rung
 };
+
+// Inlined for sure: units of several instruction sets include this.
+[[gnu::always_inline]] static inline const RungArgs& KeyRung(const HeadArgs& h,
+                                                             const WindowRef& w) {
+  return h.rungs[w.rung_k];
+}
+[[gnu::always_inline]] static inline const RungArgs& ValueRung(const HeadArgs& h,
+                                                               const WindowRef& w) {
+  return h.rungs[w.rung_v];
+}
+/// This kv head's block.
+[[gnu::always_inline]] static inline const uint8_t* KeysOf(const HeadArgs& h, const WindowRef& w) {
+  return w.k + KeyRung(h, w).k_offset;
+}
+[[gnu::always_inline]] static inline const uint8_t* ValuesOf(const HeadArgs& h,
+                                                             const WindowRef& w) {
+  return w.v + ValueRung(h, w).v_offset;
+}
 
 struct BlockArgs {
   const HeadArgs* head;

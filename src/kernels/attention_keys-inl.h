@@ -2,6 +2,7 @@
 // lanes. Included by attention_<isa>.cc.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "kernels/attention_internal.h"
@@ -77,15 +78,15 @@ struct F32 {
 /// bursts are dropped.
 struct Ahead {
   const uint8_t* data;
-  uint32_t half;  ///< bytes of its first half: two lines are fetched at a time
-  uint32_t step;  ///< bytes per iteration
+  ptrdiff_t second;  ///< from the keys to the values: a line of each is fetched at a time
+  uint32_t step;     ///< bytes per iteration
 
   void Fetch() {
     __builtin_prefetch(data, 0, 2);
-    __builtin_prefetch(data + half, 0, 2);
+    __builtin_prefetch(data + second, 0, 2);
     data += step;
   }
-  /// The first half only.
+  /// The keys only.
   void FetchFirst() {
     __builtin_prefetch(data, 0, 2);
     data += step;

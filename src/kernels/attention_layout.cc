@@ -34,31 +34,46 @@ RopeView ViewRope(const RopeTable* table) {
   return v;
 }
 
-void LayoutTokenScratch(const AttentionShape& s, const GroupPlan& p, Carver& carver, Scratch& r) {
+/// Scratch of one rung in a token code.
+void LayoutTokenRung(const AttentionShape& s, const TokenCode* codes, const GroupPlan& p,
+                     Carver& carver, Scratch::Token& r) {
   uint32_t query_bytes = 0, v_places = 0;
   for (uint32_t h = 0; h < s.n_kv_heads; ++h) {
-    query_bytes = std::max(query_bytes, QueryBytes(s.token[h].k));
-    v_places = std::max(v_places, s.token[h].v.n_places);
+    query_bytes = std::max(query_bytes, QueryBytes(codes[h].k));
+    v_places = std::max(v_places, codes[h].v.n_places);
   }
   const size_t n = p.block_vec;
   constexpr uint32_t kSpare = 32;  // a unit without a partner writes one more
-  r.token_stride = PadLanes(v_places + kSpare) + kPad;
+  r.stride = PadLanes(v_places + kSpare) + kPad;
   r.q_bytes = carver.Take<int8_t>(n * size_t{query_bytes});
-  r.token_o = carver.Take<float>(n * r.token_stride);
-  r.weights = carver.Take<int16_t>(n * kTile);
-  if (s.token->k.mean == nullptr) return;
+  r.o = carver.Take<float>(n * r.stride);
+  if (codes->k.mean == nullptr) return;
   const RopeView rope = ViewRope(s.rope);
   r.mean_q = carver.Take<float>(n * 2 * PadLanes(rope.n_pairs));
   r.mean_terms = carver.Take<float>(n * (2 * size_t{rope.n_fast} + 4) + kPad);
   r.mean_scores = carver.Take<float>(2 * n * kTile);
 }
 
+void LayoutTokenScratch(const AttentionShape& s, const GroupPlan& p, Carver& carver, Scratch& r) {
+  for (uint32_t i = 0; i < s.n_rungs; ++i) {
+    if (s.rungs[i].token == nullptr) continue;
+    if (r.weights == nullptr) r.weights = carver.Take<int16_t>(size_t{p.block_vec} * kTile);
+    LayoutTokenRung(s, s.rungs[i].token, p, carver, r.token[i]);
+  }
+}
+
 void LayoutGridScratch(const AttentionShape& s, Carver& carver, Scratch& r) {
   uint32_t grids = 0;
-  for (uint32_t h = 0; h < s.n_kv_heads; ++h) {
-    grids = std::max({grids, GridCount(s.grid[h].k, s.window, s.head_dim),
-                      GridCount(s.grid[h].v, s.window, s.head_dim_v)});
+  bool any = false;
+  for (uint32_t i = 0; i < s.n_rungs; ++i) {
+    const GridCode* codes = s.rungs[i].grid;
+    any |= codes != nullptr;
+    for (uint32_t h = 0; codes != nullptr && h < s.n_kv_heads; ++h) {
+      grids = std::max({grids, GridCount(codes[h].k, s.window, s.head_dim),
+                        GridCount(codes[h].v, s.window, s.head_dim_v)});
+    }
   }
+  if (!any) return;
   r.grid = carver.Take<float>(2 * size_t{PadLanes(grids) + kPad});
   r.v_rows = carver.Take<float>(size_t{kTile} * PadLanes(s.head_dim_v));
 }
@@ -131,8 +146,8 @@ Scratch LayoutScratch(const AttentionGroup& g, const GroupPlan& p, Carver& carve
     r.k_tile = carver.Take<float>(d * std::max(s.window, 8u) + kPad);
   }
   if (p.want_mass) r.tile_max = carver.Take<float>(n * tiles);
-  if (s.token != nullptr) LayoutTokenScratch(s, p, carver, r);
-  if (s.grid != nullptr) LayoutGridScratch(s, carver, r);
+  LayoutTokenScratch(s, p, carver, r);
+  LayoutGridScratch(s, carver, r);
   return r;
 }
 
@@ -147,6 +162,32 @@ BlockState LayoutState(const AttentionGroup& g, const GroupPlan& p, uint32_t n_v
   return s;
 }
 
+/// The first rung whose keys of this kv head have the same mean: its part of the scores is then
+/// computed once.
+static uint32_t SameMean(const AttentionShape& s, uint32_t rung, uint32_t kv_head) {
+  const float* mean = s.rungs[rung].token ? s.rungs[rung].token[kv_head].k.mean : nullptr;
+  if (mean == nullptr) return kMaxRungs;
+  for (uint32_t i = 0; i < rung; ++i) {
+    const float* other = s.rungs[i].token ? s.rungs[i].token[kv_head].k.mean : nullptr;
+    if (other != nullptr && std::equal(mean, mean + s.head_dim, other)) return i;
+  }
+  return rung;
+}
+
+static RungArgs MakeRung(const AttentionShape& s, uint32_t i, uint32_t kv_head) {
+  const RungCode& code = s.rungs[i];
+  RungArgs r{};
+  r.format = code.format;
+  r.k_offset = kv_head * code.k_head_bytes;
+  r.v_offset = kv_head * code.v_head_bytes;
+  r.k_bytes = static_cast<uint32_t>(code.k_head_bytes);
+  r.v_bytes = static_cast<uint32_t>(code.v_head_bytes);
+  r.token = code.token != nullptr ? code.token + kv_head : nullptr;
+  r.grid = code.grid != nullptr ? code.grid + kv_head : nullptr;
+  r.mean = SameMean(s, i, kv_head);
+  return r;
+}
+
 HeadArgs MakeHead(const AttentionGroup& g, uint32_t kv_head) {
   const AttentionShape& s = *g.shape;
   HeadArgs h{};
@@ -157,15 +198,11 @@ HeadArgs MakeHead(const AttentionGroup& g, uint32_t kv_head) {
   h.tile_windows = kTile / s.window;
   h.elem_k = s.elem_k;
   h.elem_v = s.elem_v;
-  for (uint32_t i = 0; i < kWindowFormats; ++i) {
-    h.head_offset[i] = kv_head * s.head_bytes[i];
-    h.head_bytes[i] = static_cast<uint32_t>(s.head_bytes[i]);
-  }
+  h.n_rungs = s.n_rungs;
+  for (uint32_t i = 0; i < s.n_rungs; ++i) h.rungs[i] = MakeRung(s, i, kv_head);
   h.scale = s.scale * kLog2E;
   h.softcap = s.softcap;
   h.rope = ViewRope(s.rope);
-  h.token = s.token != nullptr ? s.token + kv_head : nullptr;
-  h.grid = s.grid != nullptr ? s.grid + kv_head : nullptr;
   h.n_gqa = s.n_gqa;
   h.first_head = kv_head * s.n_gqa;
   h.q = g.q;

@@ -13,17 +13,17 @@ namespace qevict::kernels::internal {
 template <class S>
 class MeanPart {
  public:
-  explicit MeanPart(const BlockArgs& args) : a_(args), h_(*args.head), s_(args.scratch) {}
-
-  bool active() const { return h_.token != nullptr && h_.token->k.mean != nullptr; }
+  /// rung: of a token code whose keys have a mean.
+  MeanPart(const BlockArgs& args, uint32_t rung)
+      : a_(args), h_(*args.head), s_(args.scratch.token[rung]), rung_(rung) {}
 
   /// Products of queries and mean, per pair: q . R mean = cos * first + sin * second.
   void Prepare() {
-    const float* mean = h_.token->k.mean;
+    const float* mean = h_.rungs[rung_].token->k.mean;
     const RopeView& rope = h_.rope;
     const uint32_t n = Pairs(), padded = PadLanes(rope.n_pairs);
     for (uint32_t m = 0; m < a_.n_vec; ++m) {
-      const float* q = s_.q + static_cast<size_t>(m) * h_.head_dim;
+      const float* q = a_.scratch.q + static_cast<size_t>(m) * h_.head_dim;
       float* first = s_.mean_q + static_cast<size_t>(m) * 2 * padded;
       float* second = first + padded;
       const uint32_t rotated = n == 0 ? h_.head_dim : rope.offset;
@@ -48,7 +48,7 @@ class MeanPart {
   void AddTile(int32_t pos) {
     alignas(64) float cos[kCoefStride], sin[kCoefStride];
     PhasesAt<S>(h_.rope, pos, cos, sin);
-    Evaluate<true>(cos, sin, s_.scores);
+    Evaluate<true>(cos, sin, a_.scratch.scores);
   }
 
   /// Adds the means' part to the scores of 8 tokens of all query vectors, scores [n_vec][kTile]
@@ -174,7 +174,8 @@ class MeanPart {
 
   const BlockArgs& a_;
   const HeadArgs& h_;
-  const Scratch& s_;
+  const Scratch::Token& s_;
+  uint32_t rung_;
   float constant_[kPromptVectors];
   int32_t tag_[2] = {-1, -1};
 };

@@ -9,26 +9,28 @@
 
 namespace qevict::kernels::internal {
 
-/// Addresses inside one kv head's packed block.
+/// Keys or values of one kv head of a packed window.
 struct PackedBlock {
-  const uint8_t* k_codes;
-  const uint16_t* k_scale;  ///< [D], then zero [D]
-  const uint8_t* v_codes;
-  const uint16_t* v_scale;  ///< [W], then zero [W]
-  size_t k_row, v_row;      ///< bytes of a channel's, of a token's codes
+  const uint8_t* codes;
+  const uint16_t* scale;  ///< [D] of keys or [W] of values, then the zeros
+  size_t row;             ///< bytes of a channel's, or of a token's codes
 };
 
-static inline PackedBlock LocatePacked(const HeadArgs& h, const WindowRef& w) {
-  const uint32_t bits = w.format == WindowFormat::kPacked2 ? 2 : 4;
-  PackedBlock b;
-  b.k_codes = w.data + h.head_offset[static_cast<int>(w.format)];
-  b.k_row = static_cast<size_t>(h.window) * bits / 8;
-  b.k_scale = reinterpret_cast<const uint16_t*>(b.k_codes + static_cast<size_t>(h.head_dim) *
-                                                                h.window * bits / 8);
-  b.v_codes = reinterpret_cast<const uint8_t*>(b.k_scale + 2 * static_cast<size_t>(h.head_dim));
-  b.v_row = static_cast<size_t>(h.head_dim_v) * bits / 8;
-  b.v_scale = reinterpret_cast<const uint16_t*>(b.v_codes + h.window * b.v_row);
-  return b;
+static inline uint32_t PackedBits(const RungArgs& rung) {
+  return rung.format == WindowFormat::kPacked2 ? 2 : 4;
+}
+
+static inline PackedBlock LocateKeys(const HeadArgs& h, const WindowRef& w) {
+  const size_t channel_bits = static_cast<size_t>(h.window) * PackedBits(KeyRung(h, w));
+  const uint8_t* codes = KeysOf(h, w);
+  return {codes, reinterpret_cast<const uint16_t*>(codes + h.head_dim * channel_bits / 8),
+          channel_bits / 8};
+}
+
+static inline PackedBlock LocateValues(const HeadArgs& h, const WindowRef& w) {
+  const size_t row = static_cast<size_t>(h.head_dim_v) * PackedBits(ValueRung(h, w)) / 8;
+  const uint8_t* codes = ValuesOf(h, w);
+  return {codes, reinterpret_cast<const uint16_t*>(codes + h.window * row), row};
 }
 
 /// count (multiple of 8) f16 numbers to f32; dst must hold count rounded up to kPad.
@@ -132,7 +134,7 @@ inline void DecodeRotated(const PackedKeys& k, const RopeView& rope, Use&& use) 
   constexpr uint32_t stride = kCoefStride;
   for (uint32_t j = 0; j < rope.n_pairs;
        j += S::kChannels, p += S::kChannels * to_next, coef += S::kChannels) {
-    ahead.FetchFirst();
+    ahead.Fetch();
     const V a = S::template Codes<kBits>(S::KeyWords(p, p + to_next), shift);
     const V b =
         S::template Codes<kBits>(S::KeyWords(p + to_second, p + to_second + to_next), shift);
@@ -169,7 +171,7 @@ struct RotatedWalk {
             V s, V& first, V& second) {
     V a, b;
     decode.Load(codes, to_second, a, b);
-    ahead.FetchFirst();
+    ahead.Fetch();
     V x = S::Fma(a, S::Channels(coef + kCoefStride), S::Channels(coef));
     V y = S::Fma(a, S::Channels(coef + 4 * kCoefStride), S::Channels(coef + 3 * kCoefStride));
     x = S::Fma(b, S::Channels(coef + 2 * kCoefStride), x);
@@ -306,20 +308,20 @@ bool PackedInVectors(const HeadArgs& h, bool rotate) {
 template <class S>
 void DecodeKeysAnyShape(const HeadArgs& h, const WindowRef& w, float* coef, float* dst,
                         size_t stride, size_t block_stride) {
-  const PackedBlock b = LocatePacked(h, w);
-  const uint32_t bits = w.format == WindowFormat::kPacked2 ? 2 : 4, d = h.head_dim,
+  const PackedBlock b = LocateKeys(h, w);
+  const uint32_t bits = PackedBits(KeyRung(h, w)), d = h.head_dim,
                  sub = h.window < 8 ? h.window : 8;
   const uint32_t d_pad = PadLanes(d) + 2 * kPad;
   float *scale = coef, *zero = coef + d_pad, *rotation = coef + 2 * d_pad;
-  WidenF16<S>(b.k_scale, d, scale);
-  WidenF16<S>(b.k_scale + d, d, zero);
+  WidenF16<S>(b.scale, d, scale);
+  WidenF16<S>(b.scale + d, d, zero);
   const RopeView& rope = h.rope;
   const bool rotate = Rotates(h, w);
   for (uint32_t t = 0; t < h.window; ++t) {
     float* column = dst + t / sub * block_stride + t % sub;
     const auto code = [&](uint32_t c) {
       const uint32_t bit = (c * h.window + t) * bits;
-      return static_cast<float>((b.k_codes[bit / 8] >> (bit % 8)) & ((1u << bits) - 1));
+      return static_cast<float>((b.codes[bit / 8] >> (bit % 8)) & ((1u << bits) - 1));
     };
     for (uint32_t c = 0; c < d; ++c) column[c * stride] = code(c) * scale[c] + zero[c];
     if (!rotate) continue;
@@ -346,26 +348,27 @@ static inline uint32_t PackedCoefs(uint32_t head_dim) {
 template <class S>
 PackedKeys LoadSubBlock(const HeadArgs& h, const WindowRef& w, uint32_t s, bool rotate, float* coef,
                         const Ahead& ahead) {
-  const PackedBlock b = LocatePacked(h, w);
-  const uint32_t bits = w.format == WindowFormat::kPacked2 ? 2 : 4, d = h.head_dim,
+  const PackedBlock b = LocateKeys(h, w);
+  const uint32_t bits = PackedBits(KeyRung(h, w)), d = h.head_dim,
                  d_pad = PadLanes(d) + 2 * kPad, bit = 8 * s * bits;
   float *scale = coef, *zero = coef + d_pad, *rotation = coef + 2 * d_pad;
   if (s == 0) {
-    WidenF16<S>(b.k_scale, d, scale);
-    WidenF16<S>(b.k_scale + d, d, zero);
+    WidenF16<S>(b.scale, d, scale);
+    WidenF16<S>(b.scale + d, d, zero);
   }
   if (rotate) {
     const int32_t pos = w.pos0 + static_cast<int32_t>(8 * s * w.pos_stride);
     RotationCoefficients<S>(h.rope, pos, scale + h.rope.offset, zero + h.rope.offset, rotation);
   }
-  return {b.k_codes + bit / 32 * 4,
-          b.k_row,
+  return {b.codes + bit / 32 * 4,
+          b.row,
           bit % 32,
           scale,
           zero,
           rotation,
           w.pos_stride != 0 ? h.rope.step : h.rope.step_zero,
-          {ahead.data + s * ahead.step * (h.rope.n_pairs / S::kChannels), ahead.half, ahead.step}};
+          {ahead.data + s * ahead.step * (h.rope.n_pairs / S::kChannels), ahead.second,
+           ahead.step}};
 }
 
 /// Packed window of any shape to f32: channel c, token t at dst[t / 8 * block_stride + c * stride +
@@ -378,7 +381,7 @@ void DecodePackedKeys(const HeadArgs& h, const WindowRef& w, const Ahead& ahead,
     return DecodeKeysAnyShape<S>(h, w, coef, dst, stride, block_stride);
   for (uint32_t s = 0; s < h.window / 8; ++s) {
     const PackedKeys keys = LoadSubBlock<S>(h, w, s, rotate, coef, ahead);
-    if (w.format == WindowFormat::kPacked2) {
+    if (PackedBits(KeyRung(h, w)) == 2) {
       StorePacked<S, 2>(keys, h, rotate, dst + s * block_stride, stride);
     } else {
       StorePacked<S, 4>(keys, h, rotate, dst + s * block_stride, stride);

@@ -97,12 +97,13 @@ void WidenKeys(const HeadArgs& h, const uint16_t* keys, Ahead ahead, float* dst)
 template <class S>
 void DecodeKeys(const HeadArgs& h, const WindowRef& w, const Ahead& ahead, const Scratch& scratch,
                 float* dst) {
-  if (w.format == WindowFormat::kFull) {
-    const uint16_t* keys = reinterpret_cast<const uint16_t*>(w.data + h.head_offset[0]);
+  const WindowFormat format = KeyRung(h, w).format;
+  if (format == WindowFormat::kFull) {
+    const uint16_t* keys = reinterpret_cast<const uint16_t*>(KeysOf(h, w));
     return h.elem_k == Elem::kF16 ? WidenKeys<S, F16<S>>(h, keys, ahead, dst)
                                   : WidenKeys<S, BF16<S>>(h, keys, ahead, dst);
   }
-  if (w.format == WindowFormat::kGrid) return DecodeGridKeys<S>(h, w, scratch.grid, dst, kTile, 8);
+  if (format == WindowFormat::kGrid) return DecodeGridKeys<S>(h, w, scratch.grid, dst, kTile, 8);
   DecodePackedKeys<S>(h, w, ahead, scratch.coef, dst, kTile, 8);
 }
 

@@ -47,20 +47,17 @@ void Problem::MakeGridCodes() {
     grids_.push_back(
         {MakeGridVector(p.grid_k, p.head_dim), MakeGridVector(p.grid_v, p.head_dim_v)});
   }
-  shape_.grid = grids_.data();
-  shape_.head_bytes[static_cast<int>(WindowFormat::kGrid)] =
-      GridHeadBytes(p.window, p.head_dim, p.head_dim_v, grids_[0]) + p.head_gap;
+  shape_.rungs[4].grid = grids_.data();
 }
 
-void Problem::FillGrid(size_t window, uint32_t kv_head) {
+void Problem::FillGrid(std::vector<uint8_t>& block, size_t window, uint32_t kv_head) {
   const ProblemParams& p = params_;
   const uint32_t seen = SeenBits(window);
-  size_t at = kv_head * shape_.head_bytes[static_cast<int>(WindowFormat::kGrid)];
+  size_t at = kv_head * HeadBytes(4);
   for (const bool is_k : {true, false}) {
     const GridVector& g = is_k ? grids_[kv_head].k : grids_[kv_head].v;
     const uint32_t dim = is_k ? p.head_dim : p.head_dim_v, n = GridCount(g, p.window, dim);
     const GridLayout lay = LayoutGrid(g, p.window, dim);
-    std::vector<uint8_t>& block = blocks_[window];
     for (size_t i = 0; i < lay.units; ++i) block[at + i] = static_cast<uint8_t>(rng_());
     const float levels = g.levels != nullptr ? 1.0f : static_cast<float>((1u << g.bits) - 1);
     for (uint32_t i = 0; i < (lay.scale - lay.units) / 2; ++i)

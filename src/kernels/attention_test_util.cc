@@ -66,11 +66,7 @@ Problem::Problem(const ProblemParams& params) : params_(params), rng_(params.see
   shape_.window = p.window;
   shape_.elem_k = p.elem_k;
   shape_.elem_v = p.elem_v;
-  shape_.head_bytes[0] = FullHeadBytes(p.window, p.head_dim, p.head_dim_v) + p.head_gap;
-  shape_.head_bytes[1] = PackedHeadBytes(2, p.window, p.head_dim, p.head_dim_v) + p.head_gap;
-  shape_.head_bytes[2] = PackedHeadBytes(4, p.window, p.head_dim, p.head_dim_v) + p.head_gap;
-  if (p.window % 8 == 0) MakeTokenCodes();
-  if (p.window % 8 == 0 && (p.formats == Formats::kGrid || p.mix_grids)) MakeGridCodes();
+  MakeRungs();
   shape_.scale = 1.0f / std::sqrt(static_cast<float>(p.head_dim));
   shape_.softcap = p.softcap;
   for (uint32_t h = 0; h < n_heads; ++h) {
@@ -164,28 +160,86 @@ void Problem::MakeWindows() {
       w.pos_stride = 0;
       if (i % 4 == 1) w.pos0 = 0;
     }
-    const WindowFormat mixed[] = {WindowFormat::kFull, WindowFormat::kPacked2,
-                                  WindowFormat::kPacked4, WindowFormat::kToken,
-                                  WindowFormat::kGrid};
-    w.format = p.formats == Formats::kMixed ? mixed[rng_() % (p.window % 8 != 0 ? 3
-                                                              : p.mix_grids     ? 5
-                                                                                : 4)]
-                                            : mixed[static_cast<int>(p.formats)];
-    const size_t stride = shape_.head_bytes[static_cast<int>(w.format)];
-    blocks_.emplace_back(stride * p.n_kv_heads - p.head_gap, uint8_t{0xFF});
-    w.data = blocks_.back().data();
+    w.rung_k = PickRung();
+    w.rung_v = p.apart ? PickRung() : w.rung_k;
     windows_.push_back(w);
-    for (uint32_t h = 0; h < p.n_kv_heads; ++h) {
-      if (w.format == WindowFormat::kFull) {
-        FillFull(i, h);
-      } else if (w.format == WindowFormat::kToken) {
-        FillTokens(i, h);
-      } else if (w.format == WindowFormat::kGrid) {
-        FillGrid(i, h);
-      } else {
-        FillPacked(i, h);
-      }
+    const uint8_t* keys = AddBlock(i, w.rung_k);
+    const uint8_t* values = p.apart ? AddBlock(i, w.rung_v) : keys;
+    windows_.back().k = keys;
+    windows_.back().v = values + KeyBytes(w.rung_v);
+  }
+}
+
+uint8_t Problem::PickRung() {
+  const ProblemParams& p = params_;
+  if (p.formats != Formats::kMixed) return static_cast<uint8_t>(p.formats);
+  if (p.window % 8 != 0) return static_cast<uint8_t>(rng_() % 3);
+  const uint32_t n = (p.mix_grids ? 5 : 4) + static_cast<uint32_t>(p.more_tokens.size());
+  const uint32_t rung = static_cast<uint32_t>(rng_() % n);
+  return static_cast<uint8_t>(!p.mix_grids && rung >= 4 ? rung + 1 : rung);
+}
+
+/// Keys and values of all kv heads on a rung.
+uint8_t* Problem::AddBlock(size_t window, uint8_t rung) {
+  const ProblemParams& p = params_;
+  blocks_.emplace_back(HeadBytes(rung) * p.n_kv_heads - p.head_gap, uint8_t{0xFF});
+  std::vector<uint8_t>& block = blocks_.back();
+  for (uint32_t h = 0; h < p.n_kv_heads; ++h) {
+    switch (shape_.rungs[rung].format) {
+      case WindowFormat::kFull:
+        FillFull(block, window, h);
+        break;
+      case WindowFormat::kToken:
+        FillTokens(block, rung, window, h);
+        break;
+      case WindowFormat::kGrid:
+        FillGrid(block, window, h);
+        break;
+      default:
+        FillPacked(block, rung, window, h);
     }
+  }
+  return block.data();
+}
+
+size_t Problem::KeyBytes(uint8_t rung) const {
+  const ProblemParams& p = params_;
+  switch (shape_.rungs[rung].format) {
+    case WindowFormat::kFull:
+      return size_t{p.window} * p.head_dim * 2;
+    case WindowFormat::kToken:
+      return TokenCodeBytes(p.window, codes_[rung][0].k.n_words, codes_[rung][0].k.grid);
+    case WindowFormat::kGrid:
+      return LayoutGrid(grids_[0].k, p.window, p.head_dim).end;
+    default:
+      return size_t{p.head_dim} * p.window * (rung == 1 ? 2 : 4) / 8 + size_t{p.head_dim} * 4;
+  }
+}
+
+/// The rungs are the formats in their order, then more token codes.
+void Problem::MakeRungs() {
+  const ProblemParams& p = params_;
+  const auto set = [&](uint32_t rung, WindowFormat format, size_t head_bytes) {
+    shape_.rungs[rung].format = format;
+    shape_.rungs[rung].k_head_bytes = shape_.rungs[rung].v_head_bytes = head_bytes + p.head_gap;
+  };
+  set(0, WindowFormat::kFull, FullHeadBytes(p.window, p.head_dim, p.head_dim_v));
+  set(1, WindowFormat::kPacked2, PackedHeadBytes(2, p.window, p.head_dim, p.head_dim_v));
+  set(2, WindowFormat::kPacked4, PackedHeadBytes(4, p.window, p.head_dim, p.head_dim_v));
+  shape_.n_rungs = 3;
+  codes_.resize(kMaxRungs);
+  if (p.window % 8 != 0) return;
+  shape_.n_rungs = 5;
+  MakeTokenCodes(3, p.token_k, p.token_v);
+  set(3, WindowFormat::kToken, TokenHeadBytes(p.window, codes_[3][0]));
+  if (p.formats == Formats::kGrid || p.mix_grids) {
+    MakeGridCodes();
+    set(4, WindowFormat::kGrid, GridHeadBytes(p.window, p.head_dim, p.head_dim_v, grids_[0]));
+  }
+  for (const ProblemParams::TokenRung& more : p.more_tokens) {
+    const auto rung = static_cast<uint8_t>(shape_.n_rungs++);
+    MakeTokenCodes(rung, more.k, more.v);
+    set(rung, WindowFormat::kToken, TokenHeadBytes(p.window, codes_[rung][0]));
   }
 }
 
@@ -194,18 +248,20 @@ void Problem::Scatter() {
   std::iota(order.begin(), order.end(), size_t{0});
   std::shuffle(order.begin(), order.end(), rng_);
   uint8_t* at = scattered_.Reserve(bytes_);
+  const size_t per_window = params_.apart ? 2 : 1;
   for (const size_t i : order) {
     std::memcpy(at, blocks_[i].data(), blocks_[i].size());
-    windows_[i].data = at;
+    WindowRef& w = windows_[i / per_window];
+    if (i % per_window == 0) w.k = at;
+    if (i % per_window == per_window - 1) w.v = at + KeyBytes(w.rung_v);
     at += blocks_[i].size();
   }
   blocks_.clear();
 }
 
-void Problem::FillFull(size_t window, uint32_t kv_head) {
+void Problem::FillFull(std::vector<uint8_t>& block, size_t window, uint32_t kv_head) {
   const ProblemParams& p = params_;
-  std::vector<uint8_t>& block = blocks_[window];
-  const size_t base = kv_head * shape_.head_bytes[0],
+  const size_t base = kv_head * HeadBytes(0),
                v_base = base + size_t{p.window} * p.head_dim * 2;
   const uint32_t sub = std::min(p.window, 8u), seen = SeenBits(window);
   for (uint32_t t = 0; t < p.window; ++t) {
@@ -220,14 +276,14 @@ void Problem::FillFull(size_t window, uint32_t kv_head) {
   }
 }
 
-void Problem::FillPacked(size_t window, uint32_t kv_head) {
+void Problem::FillPacked(std::vector<uint8_t>& block, uint8_t rung, size_t window,
+                         uint32_t kv_head) {
   const ProblemParams& p = params_;
   const uint32_t seen = SeenBits(window) & (p.window == 32 ? ~0u : (1u << p.window) - 1);
   if (seen == 0) return;
-  std::vector<uint8_t>& block = blocks_[window];
-  const uint32_t bits = windows_[window].format == WindowFormat::kPacked2 ? 2 : 4;
+  const uint32_t bits = shape_.rungs[rung].format == WindowFormat::kPacked2 ? 2 : 4;
   const float levels = static_cast<float>((1u << bits) - 1);
-  const size_t base = kv_head * shape_.head_bytes[static_cast<int>(windows_[window].format)];
+  const size_t base = kv_head * HeadBytes(rung);
   const size_t k_bytes = size_t{p.head_dim} * p.window * bits / 8,
                v_bytes = size_t{p.head_dim_v} * p.window * bits / 8;
   const size_t k_grid = base + k_bytes, v_codes = k_grid + size_t{p.head_dim} * 4,
@@ -244,21 +300,20 @@ void Problem::FillPacked(size_t window, uint32_t kv_head) {
   }
 }
 
-void Problem::MakeTokenCodes() {
+void Problem::MakeTokenCodes(uint8_t rung, const std::vector<TokenSegment>& k,
+                             const std::vector<TokenSegment>& v) {
   const ProblemParams& p = params_;
   const auto uniform = [&p](uint32_t dim, uint32_t unit) {
     return std::vector<TokenSegment>{
         {static_cast<uint8_t>(p.token_bits), static_cast<uint16_t>((dim + unit - 1) / unit)}};
   };
   for (uint32_t h = 0; h < p.n_kv_heads; ++h) {
-    codes_.push_back(
-        {MakeVectorCode(p.head_dim, p.token_k.empty() ? uniform(p.head_dim, kKeyUnit) : p.token_k,
-                        true),
-         MakeVectorCode(p.head_dim_v,
-                        p.token_v.empty() ? uniform(p.head_dim_v, kValueUnit) : p.token_v, false)});
+    codes_[rung].push_back(
+        {MakeVectorCode(p.head_dim, k.empty() ? uniform(p.head_dim, kKeyUnit) : k, true),
+         MakeVectorCode(p.head_dim_v, v.empty() ? uniform(p.head_dim_v, kValueUnit) : v, false)});
+    if (rung > 3 && p.token_mean && p.same_means) codes_[rung][h].k.mean = codes_[3][h].k.mean;
   }
-  shape_.token = codes_.data();
-  shape_.head_bytes[3] = TokenHeadBytes(p.window, codes_[0]) + p.head_gap;
+  shape_.rungs[rung].token = codes_[rung].data();
 }
 
 VectorCode Problem::MakeVectorCode(uint32_t dim, const std::vector<TokenSegment>& segments,
@@ -308,12 +363,12 @@ VectorCode Problem::MakeVectorCode(uint32_t dim, const std::vector<TokenSegment>
   return code;
 }
 
-void Problem::FillTokens(size_t window, uint32_t kv_head) {
+void Problem::FillTokens(std::vector<uint8_t>& block, uint8_t rung, size_t window,
+                         uint32_t kv_head) {
   const ProblemParams& p = params_;
-  std::vector<uint8_t>& block = blocks_[window];
   const uint32_t seen = SeenBits(window);
-  size_t at = kv_head * shape_.head_bytes[3];
-  for (const VectorCode* code : {&codes_[kv_head].k, &codes_[kv_head].v}) {
+  size_t at = kv_head * HeadBytes(rung);
+  for (const VectorCode* code : {&codes_[rung][kv_head].k, &codes_[rung][kv_head].v}) {
     const size_t words = size_t{p.window} * code->n_words * 4;
     for (size_t i = 0; i < words; ++i) block[at + i] = static_cast<uint8_t>(rng_());
     at += words;
@@ -360,7 +415,8 @@ std::string Problem::CompareWith(const ReferenceResult& want) const {
   const bool decode = p.n_rows * p.n_gqa <= internal::kDecodeVectors;
   const bool integers = p.formats != Formats::kGrid &&
                         (p.formats == Formats::kToken ||
-                         (decode ? p.formats != Formats::kFull : shape_.token != nullptr));
+                         (decode ? p.formats != Formats::kFull
+                                : shape_.rungs[3].token != nullptr));
   const double weight_bound = integers ? 3e-4 : 0.0;
   // Rounding errors of a sum of D terms are a random walk: about sqrt(D) / 2 eps times the sum of
   // magnitudes is out of its reach, as the terms are far smaller than their sum. A weight is off by

@@ -40,6 +40,13 @@ struct ProblemParams {
   bool token_zero = true;
   bool token_byte_scale = false;  ///< without zeros
   bool token_mean = false;
+  /// More rungs in token codes: kMixed takes them, too. Units as in token_k and token_v.
+  struct TokenRung {
+    std::vector<TokenSegment> k, v;
+  };
+  std::vector<TokenRung> more_tokens;
+  bool same_means = true;  ///< of the keys of all token rungs
+  bool apart = false;      ///< kMixed: keys and values on rungs of their own
   GridParams grid_k, grid_v;
   bool mix_grids = false;  ///< kMixed takes grid codes, too
   Mask mask = Mask::kAll;
@@ -85,7 +92,7 @@ class Problem {
   std::string Compare() const;
   std::string CompareWith(const ReferenceResult& want) const;
   std::vector<uint32_t>& visible() { return visible_; }
-  /// Empty if scattered.
+  /// Of keys, then of values if they lie apart, window by window. Empty if scattered.
   std::vector<std::vector<uint8_t>>& blocks() { return blocks_; }
   /// K and V of all windows as stored.
   size_t bytes() const { return bytes_; }
@@ -94,16 +101,23 @@ class Problem {
   void MakeWindows();
   void Scatter();
   void MakeMask();
-  void FillFull(size_t window, uint32_t kv_head);
-  void FillPacked(size_t window, uint32_t kv_head);
-  void MakeTokenCodes();
+  void MakeRungs();
+  uint8_t PickRung();
+  /// Bytes of keys and values of one kv head's block that holds both, and from head to head.
+  size_t KeyBytes(uint8_t rung) const;
+  size_t HeadBytes(uint8_t rung) const { return shape_.rungs[rung].k_head_bytes; }
+  uint8_t* AddBlock(size_t window, uint8_t rung);
+  void FillFull(std::vector<uint8_t>& block, size_t window, uint32_t kv_head);
+  void FillPacked(std::vector<uint8_t>& block, uint8_t rung, size_t window, uint32_t kv_head);
+  void MakeTokenCodes(uint8_t rung, const std::vector<TokenSegment>& k,
+                      const std::vector<TokenSegment>& v);
   VectorCode MakeVectorCode(uint32_t dim, const std::vector<TokenSegment>& segments, bool is_k);
-  void FillTokens(size_t window, uint32_t kv_head);
+  void FillTokens(std::vector<uint8_t>& block, uint8_t rung, size_t window, uint32_t kv_head);
   void MakeGridCodes();
   static void Write16(std::vector<uint8_t>& block, size_t offset, uint16_t value);
   GridVector MakeGridVector(const GridParams& p, uint32_t dim);
   const float* GridArray(uint32_t n, float mean, float spread);
-  void FillGrid(size_t window, uint32_t kv_head);
+  void FillGrid(std::vector<uint8_t>& block, size_t window, uint32_t kv_head);
   uint32_t SeenBits(size_t window) const;
   float Normal() { return normal_(rng_); }
   uint32_t MassRows() const {
@@ -116,13 +130,13 @@ class Problem {
   std::unique_ptr<RopeTable> rope_;
   AttentionShape shape_;
   AttentionGroup group_;
-  std::vector<TokenCode> codes_;
+  std::vector<std::vector<TokenCode>> codes_;  // by rung
   std::vector<std::unique_ptr<std::vector<float>>> steps_, means_;
   std::vector<std::unique_ptr<std::vector<uint16_t>>> channels_;
   std::vector<GridCode> grids_;
   std::vector<std::unique_ptr<std::vector<float>>> grid_arrays_;
   std::vector<WindowRef> windows_;
-  std::vector<std::vector<uint8_t>> blocks_;  // one exact allocation per window
+  std::vector<std::vector<uint8_t>> blocks_;  // exact allocations
   Workspace scattered_;                       // or all of them
   size_t bytes_ = 0;
   std::vector<uint32_t> visible_;

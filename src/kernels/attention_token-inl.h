@@ -9,18 +9,15 @@
 
 namespace qevict::kernels::internal {
 
-/// Eight tokens of a window in a token code; addresses of the kv head's parts for them.
+/// Keys or values of eight tokens of a window in a token code, of one kv head.
 struct TokenBlock {
-  const uint8_t* k_words;
-  const uint8_t* k_scale;
-  const uint16_t* k_zero;
-  const uint8_t* v_words;
-  const uint8_t* v_scale;
-  const uint16_t* v_zero;
+  const uint8_t* words;
+  const uint8_t* scale;
+  const uint16_t* zero;
   uint32_t column;  ///< of the tile
   int32_t pos;      ///< token t has position pos + t * pos_stride
   uint32_t pos_stride;
-  Ahead ahead;  ///< fetched while the block is scored, in as many steps as its keys have units
+  Ahead ahead;  ///< keys: fetched while the block is scored, in as many steps as they have units
 };
 
 /// Bytes of a scale.
@@ -29,34 +26,24 @@ static inline uint32_t ScaleBytes(const VectorCode& code) {
 }
 static inline bool HasZero(const VectorCode& code) { return code.grid == TokenGrid::kScaleZero; }
 
-/// Where the parts of one kv head of a window lie, and how far those of the next 8 tokens are.
+/// Where the parts of a kv head's keys (or values) lie, and how far those of the next 8 tokens are.
 struct TokenOffsets {
-  size_t head, k_scale, k_zero, v_words, v_scale, v_zero;
-  uint32_t k_words_step, k_scale_step, v_words_step, v_scale_step;
+  size_t scale, zero;
+  uint32_t words_step, scale_step;
 
   TokenOffsets() = default;
-  explicit TokenOffsets(const HeadArgs& h) {
-    const VectorCode &k = h.token->k, &v = h.token->v;
-    const size_t window = h.window;
-    head = h.head_offset[static_cast<int>(WindowFormat::kToken)];
-    k_scale = window * k.n_words * 4;
-    k_zero = k_scale + window * ScaleBytes(k);
-    v_words = k_scale + window * static_cast<size_t>(k.grid);
-    v_scale = v_words + window * v.n_words * 4;
-    v_zero = v_scale + window * ScaleBytes(v);
-    k_words_step = k.n_words * 32, k_scale_step = 8 * ScaleBytes(k);
-    v_words_step = v.n_words * 32, v_scale_step = 8 * ScaleBytes(v);
+  TokenOffsets(const VectorCode& code, size_t window) {
+    scale = window * code.n_words * 4;
+    zero = scale + window * ScaleBytes(code);
+    words_step = code.n_words * 32, scale_step = 8 * ScaleBytes(code);
   }
 
-  /// Tokens 8 * part ... of window w, which begins at `column` of the tile.
-  void Locate(const WindowRef& w, uint32_t part, uint32_t column, TokenBlock& b) const {
-    const uint8_t* p = w.data + head;
-    b.k_words = p + size_t{part} * k_words_step;
-    b.k_scale = p + k_scale + size_t{part} * k_scale_step;
-    b.k_zero = reinterpret_cast<const uint16_t*>(p + k_zero) + 8 * part;
-    b.v_words = p + v_words + size_t{part} * v_words_step;
-    b.v_scale = p + v_scale + size_t{part} * v_scale_step;
-    b.v_zero = reinterpret_cast<const uint16_t*>(p + v_zero) + 8 * part;
+  /// Tokens 8 * part ... of the block at p of window w, which begins at `column` of the tile.
+  void Locate(const WindowRef& w, const uint8_t* p, uint32_t part, uint32_t column,
+              TokenBlock& b) const {
+    b.words = p + size_t{part} * words_step;
+    b.scale = p + scale + size_t{part} * scale_step;
+    b.zero = reinterpret_cast<const uint16_t*>(p + zero) + 8 * part;
     b.column = column + 8 * part;
     b.pos_stride = w.pos_stride;
     b.pos = w.pos0 + static_cast<int32_t>(8 * part * w.pos_stride);
@@ -267,11 +254,11 @@ void ScoreWide(const VectorCode& code, const QueryLayout& layout, uint32_t curso
 template <class S, int kM, bool kWide>
 void ScoreTokens(const VectorCode& code, FieldCursors at, const TokenBlock& x, const TokenBlock& y,
                  const int8_t* q, size_t q_stride, const TokenQuery* queries, float* scores) {
-  const KeyWordRows<S> words{x.k_words, y.k_words};
+  const KeyWordRows<S> words{x.words, y.words};
   Ahead ahead_a = x.ahead, ahead_b = y.ahead;
   if constexpr (kWide) {
     const QueryLayout layout(code);
-    const auto scale = LoadScales<S>(code, x.k_scale, y.k_scale);
+    const auto scale = LoadScales<S>(code, x.scale, y.scale);
     typename S::V part[kM];
     ScoreWide<S, kM>(code, layout, at.at8, words, q, q_stride, queries, ahead_a, ahead_b, part);
     q += layout.others;
@@ -303,8 +290,8 @@ void ScoreTokens(const VectorCode& code, FieldCursors at, const TokenBlock& x, c
     }
     q += kKeyUnit * n;
   }
-  const auto scale = LoadScales<S>(code, x.k_scale, y.k_scale);
-  const auto zero = HasZero(code) ? S::LoadF16Blocks(x.k_zero, y.k_zero) : S::Zero();
+  const auto scale = LoadScales<S>(code, x.scale, y.scale);
+  const auto zero = HasZero(code) ? S::LoadF16Blocks(x.zero, y.zero) : S::Zero();
   for (int m = 0; m < kM; ++m) {
     auto s = S::Mul(S::Mul(S::ToFloat(acc[m]), scale), S::Set1(queries[m].unit));
     if (HasZero(code)) s = S::Fma(zero, S::Set1(queries[m].sum), s);
@@ -316,7 +303,7 @@ void ScoreTokens(const VectorCode& code, FieldCursors at, const TokenBlock& x, c
 }
 
 /// The fields of two units of values (with 8 lanes of the first alone): rows from TokenBlock's
-/// v_words on, and the first bit of each.
+/// words on, and the first bit of each.
 template <class S>
 struct ValueFields {
   size_t row, next_row;
@@ -341,10 +328,10 @@ void AddUnits(const TokenBlock* blocks, uint32_t n_blocks, const ValueFields<S>&
   I acc[kM];
   for (int m = 0; m < kM; ++m) acc[m] = S::SetInt(start[m]);
   for (uint32_t i = 0; i < n_blocks; ++i) {
-    const I first = low.Load(blocks[i].v_words);
+    const I first = low.Load(blocks[i].words);
     I second = first;  // 8 bits: of the second half of the tokens; 3 bits: the third bits
-    if constexpr (kBits == 8) second = low.Load(blocks[i].v_words + 32);
-    if constexpr (kBits == 3) second = high.Load(blocks[i].v_words);
+    if constexpr (kBits == 8) second = low.Load(blocks[i].words + 32);
+    if constexpr (kBits == 3) second = high.Load(blocks[i].words);
     const int16_t* w = weights + blocks[i].column;
 #pragma GCC unroll 4
     for (uint32_t p = 0; p < 4; ++p) {

@@ -1,6 +1,6 @@
-// The part of a block of query vectors that looks at windows in a token code: queries in bytes,
-// an output of its own in the order of places, and its join with the output proper. Included by
-// attention_<isa>.cc.
+// The part of a block of query vectors that looks at keys and values of one rung in a token code:
+// queries in bytes, an output of its own in the order of places, and its join with the output
+// proper. Included by attention_<isa>.cc.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace qevict::kernels::internal {
 
-/// Blocks of 8 tokens of the tile's windows in a token code that somebody sees.
+/// Blocks of 8 tokens of the tile's keys (or values) on one rung that somebody sees.
 struct TokenTile {
   TokenBlock blocks[kTile / 8 + 1];
   uint32_t n = 0;
@@ -19,52 +19,67 @@ struct TokenTile {
 template <class S>
 class TokenPart {
  public:
-  explicit TokenPart(const BlockArgs& args)
-      : a_(args), h_(*args.head), s_(args.scratch), mean_(args) {}
+  TokenPart(const BlockArgs& args, uint32_t rung)
+      : a_(args),
+        h_(*args.head),
+        s_(args.scratch),
+        own_(args.scratch.token[rung]),
+        code_(h_.rungs[rung].token) {}
 
-  void Prepare() {
-    const size_t stride = QueryStride();
-    k_fields_ = FieldCursors(h_.token->k);
-    wide_ = WidePlaces(h_.token->k) != 0;
-    for (uint32_t m = 0; m < a_.n_vec; ++m) {
-      queries_[m] = QuantizeQuery<S>(h_.token->k, s_.q + static_cast<size_t>(m) * h_.head_dim,
-                                     s_.q_bytes + m * stride);
+  TokenTile keys, values;  ///< of the tile at hand
+
+  /// has_keys, has_values: whether some window of the chunk has them on this rung.
+  void Prepare(bool has_keys, bool has_values) {
+    if (has_keys) {
+      key_offsets_ = TokenOffsets(code_->k, h_.window);
+      k_fields_ = FieldCursors(code_->k);
+      wide_ = WidePlaces(code_->k) != 0;
+      const size_t stride = QueryStride();
+      for (uint32_t m = 0; m < a_.n_vec; ++m) {
+        queries_[m] = QuantizeQuery<S>(code_->k, s_.q + static_cast<size_t>(m) * h_.head_dim,
+                                       own_.q_bytes + m * stride);
+      }
     }
-    if (mean_.active()) mean_.Prepare();
-    __builtin_memset(s_.token_o, 0, sizeof(float) * a_.n_vec * s_.token_stride);
+    if (!has_values) return;
+    value_offsets_ = TokenOffsets(code_->v, h_.window);
+    __builtin_memset(own_.o, 0, sizeof(float) * a_.n_vec * own_.stride);
   }
 
-  /// whole_tile: nobody sees any other token of the tile.
-  void Score(const TokenTile& tile, bool whole_tile) {
+  /// Adds 8 tokens of a window to `keys`.
+  void ListKeys(const WindowRef& w, uint32_t part, uint32_t column, const Ahead& ahead) {
+    TokenBlock& block = keys.blocks[keys.n++];
+    key_offsets_.Locate(w, KeysOf(h_, w), part, column, block);
+    block.ahead = ahead;
+  }
+  void ListValues(const WindowRef& w, uint32_t part, uint32_t column) {
+    value_offsets_.Locate(w, ValuesOf(h_, w), part, column, values.blocks[values.n++]);
+  }
+
+  /// Scores of the listed keys, without their mean's part.
+  void Score() {
     const size_t stride = QueryStride();
-    for (uint32_t i = 0; i < tile.n; i += S::kLanes / 8) {
-      TokenBlock x = tile.blocks[i];  // the last one may be its own partner
-      TokenBlock y = i + 1 < tile.n ? tile.blocks[i + 1] : x;
+    for (uint32_t i = 0; i < keys.n; i += S::kLanes / 8) {
+      TokenBlock x = keys.blocks[i];  // the last one may be its own partner
+      TokenBlock y = i + 1 < keys.n ? keys.blocks[i + 1] : x;
       ForBlocks(0, a_.n_vec, [&](uint32_t m, auto block) {
         constexpr int kM = decltype(block)::value;
         const auto score = wide_ ? ScoreTokens<S, kM, true> : ScoreTokens<S, kM, false>;
-        score(h_.token->k, k_fields_, x, y, s_.q_bytes + m * stride, stride, queries_ + m,
+        score(code_->k, k_fields_, x, y, own_.q_bytes + m * stride, stride, queries_ + m,
               s_.scores + m * kTile);
         x.ahead.step = y.ahead.step = 0;  // has been fetched
       });
     }
-    if (!mean_.active()) return;
-    if (whole_tile && Contiguous(tile)) return mean_.AddTile(tile.blocks[0].pos);
-    for (uint32_t i = 0; i < tile.n; ++i) {
-      const TokenBlock& x = tile.blocks[i];
-      mean_.Add(x.pos, x.pos_stride, s_.scores + x.column);
-    }
   }
 
-  /// Adds probability * value of the tile's blocks to the part's output.
-  void Add(const TokenTile& tile, uint64_t seen) {
+  /// Adds probability * value of the listed values to the part's output.
+  void Add(uint64_t seen) {
     alignas(64) float scale[kTile] = {}, zero[kTile] = {};
-    const VectorCode& code = h_.token->v;
-    for (uint32_t i = 0; i < tile.n; ++i) {
-      const TokenBlock& b = tile.blocks[i];
+    const VectorCode& code = code_->v;
+    for (uint32_t i = 0; i < values.n; ++i) {
+      const TokenBlock& b = values.blocks[i];
       float *s = scale + b.column, *z = zero + b.column;
-      S::StoreBlocks(LoadScales<S>(code, b.v_scale, b.v_scale), s, s);
-      if (HasZero(code)) S::StoreBlocks(S::LoadF16Blocks(b.v_zero, b.v_zero), z, z);
+      S::StoreBlocks(LoadScales<S>(code, b.scale, b.scale), s, s);
+      if (HasZero(code)) S::StoreBlocks(S::LoadF16Blocks(b.zero, b.zero), z, z);
     }
     for (uint32_t i = 0; i < kTile; i += S::kLanes) {  // what nobody sees may hold anything
       const uint32_t bits = static_cast<uint32_t>(seen >> i);
@@ -72,22 +87,22 @@ class TokenPart {
       S::Store(zero + i, S::IfBits(bits, S::Load(zero + i), S::Zero()));
     }
     ForBlocks(0, a_.n_vec, [&](uint32_t m, auto block) {
-      AddBlock<decltype(block)::value>(tile, m, scale, zero);
+      AddBlock<decltype(block)::value>(m, scale, zero);
     });
   }
 
   void Rescale(uint32_t m, float factor) {
-    float* o = s_.token_o + static_cast<size_t>(m) * s_.token_stride;
+    float* o = own_.o + static_cast<size_t>(m) * own_.stride;
     const auto f = S::Set1(factor);
-    for (uint32_t j = 0; j < s_.token_stride; j += S::kLanes)
+    for (uint32_t j = 0; j < own_.stride; j += S::kLanes)
       S::Store(o + j, S::Mul(S::Load(o + j), f));
   }
 
   /// o [n_vec][dv_pad] += the part's output, in the order of channels.
   void Join(float* o) {
-    const VectorCode& code = h_.token->v;
+    const VectorCode& code = code_->v;
     for (uint32_t m = 0; m < a_.n_vec; ++m) {
-      const float* places = s_.token_o + static_cast<size_t>(m) * s_.token_stride;
+      const float* places = own_.o + static_cast<size_t>(m) * own_.stride;
       float* out = o + static_cast<size_t>(m) * h_.dv_pad;
       const float zeros = places[ZerosAt()];
       for (uint32_t j = 0; j < code.n_places; ++j) {
@@ -97,22 +112,13 @@ class TokenPart {
   }
 
  private:
-  /// The tile's tokens follow each other, from its first column on.
-  bool Contiguous(const TokenTile& tile) const {
-    const int32_t first = tile.blocks[0].pos;
-    for (uint32_t i = 0; i < tile.n; ++i) {
-      const TokenBlock& x = tile.blocks[i];
-      if (x.pos_stride != 1 || x.pos - first != static_cast<int32_t>(x.column)) return false;
-    }
-    return mean_.Tabled64(first);
-  }
-  size_t QueryStride() const { return QueryBytes(h_.token->k); }
+  size_t QueryStride() const { return QueryBytes(code_->k); }
   /// Behind the places of a query vector's output: sum of probability * zero.
-  uint32_t ZerosAt() const { return s_.token_stride - kPad; }
+  uint32_t ZerosAt() const { return own_.stride - kPad; }
 
   template <int kM>
-  void AddBlock(const TokenTile& tile, uint32_t m, const float* scale, const float* zero) {
-    const VectorCode& code = h_.token->v;
+  void AddBlock(uint32_t m, const float* scale, const float* zero) {
+    const VectorCode& code = code_->v;
     float units[kM];
     int32_t sums[kM];  // of the weights, if centers need them
     for (uint32_t i = 0; i < kM; ++i) {
@@ -120,21 +126,123 @@ class TokenPart {
       sums[i] = 0;
       units[i] = QuantizeWeights<S>(p, scale, s_.weights + (m + i) * kTile,
                                     code.center != 0 ? sums + i : nullptr);
-      float* o = s_.token_o + static_cast<size_t>(m + i) * s_.token_stride;
+      float* o = own_.o + static_cast<size_t>(m + i) * own_.stride;
       if (HasZero(code)) o[ZerosAt()] += DotTile<S>(p, zero);
     }
-    float* o = s_.token_o + static_cast<size_t>(m) * s_.token_stride;
-    AddTokens<S, kM>(code, tile.blocks, tile.n, s_.weights + m * kTile, sums, units, o,
-                     s_.token_stride, code.n_places);
+    float* o = own_.o + static_cast<size_t>(m) * own_.stride;
+    AddTokens<S, kM>(code, values.blocks, values.n, s_.weights + m * kTile, sums, units, o,
+                     own_.stride, code.n_places);
   }
 
   const BlockArgs& a_;
   const HeadArgs& h_;
   const Scratch& s_;
+  const Scratch::Token& own_;
+  const TokenCode* code_;  ///< null for rungs in other formats
+  TokenOffsets key_offsets_, value_offsets_;
   TokenQuery queries_[kPromptVectors];
   FieldCursors k_fields_;
   bool wide_ = false;  ///< keys have places of 8 bits
-  MeanPart<S> mean_;
+};
+
+/// All rungs in token codes of a block of query vectors.
+template <class S>
+class TokenParts {
+ public:
+  explicit TokenParts(const BlockArgs& args)
+      : a_(args),
+        h_(*args.head),
+        parts_{{args, 0}, {args, 1}, {args, 2}, {args, 3},
+               {args, 4}, {args, 5}, {args, 6}, {args, 7}},
+        means_{{args, 0}, {args, 1}, {args, 2}, {args, 3},
+               {args, 4}, {args, 5}, {args, 6}, {args, 7}} {}
+  static_assert(kMaxRungs == 8);
+
+  bool any() const { return (has_keys_ | has_values_) != 0; }
+  /// Some window of the chunk has its keys (or values) on this rung.
+  void HaveKeys(uint32_t rung) { has_keys_ |= 1u << rung; }
+  void HaveValues(uint32_t rung) { has_values_ |= 1u << rung; }
+
+  void Prepare() {
+    uint32_t prepared = 0;
+    ForRungs(has_keys_ | has_values_, [&](uint32_t r) {
+      const bool keys = (has_keys_ >> r & 1u) != 0;
+      parts_[r].Prepare(keys, (has_values_ >> r & 1u) != 0);
+      const uint32_t mean = h_.rungs[r].mean;
+      if (!keys || mean == kMaxRungs || (prepared >> mean & 1u) != 0) return;
+      means_[mean].Prepare();
+      prepared |= 1u << mean;
+    });
+  }
+
+  void Clear() {
+    ForRungs(has_keys_ | has_values_, [&](uint32_t r) { parts_[r].keys.n = parts_[r].values.n = 0; });
+  }
+  TokenPart<S>& part(uint32_t rung) { return parts_[rung]; }
+
+  /// whole_tile: nobody sees any key of the tile that is in no token code.
+  void Score(bool whole_tile) {
+    uint32_t means = 0;
+    ForRungs(has_keys_, [&](uint32_t r) {
+      if (parts_[r].keys.n == 0) return;
+      parts_[r].Score();
+      means |= 1u << (h_.rungs[r].mean % 32);
+      whole_tile = whole_tile && h_.rungs[r].mean != kMaxRungs;
+    });
+    int32_t first = 0;
+    if (whole_tile && (means & (means - 1)) == 0 && Contiguous(first)) {
+      const uint32_t mean = static_cast<uint32_t>(__builtin_ctz(means));
+      if (means_[mean].Tabled64(first)) return means_[mean].AddTile(first);
+    }
+    ForRungs(has_keys_, [&](uint32_t r) {
+      const uint32_t mean = h_.rungs[r].mean;
+      const TokenTile& tile = parts_[r].keys;
+      for (uint32_t i = 0; mean != kMaxRungs && i < tile.n; ++i) {
+        const TokenBlock& x = tile.blocks[i];
+        means_[mean].Add(x.pos, x.pos_stride, a_.scratch.scores + x.column);
+      }
+    });
+  }
+
+  void Add(uint64_t seen) {
+    ForRungs(has_values_, [&](uint32_t r) {
+      if (parts_[r].values.n != 0) parts_[r].Add(seen);
+    });
+  }
+  void Rescale(uint32_t m, float factor) {
+    ForRungs(has_values_, [&](uint32_t r) { parts_[r].Rescale(m, factor); });
+  }
+  void Join(float* o) {
+    ForRungs(has_values_, [&](uint32_t r) { parts_[r].Join(o); });
+  }
+
+ private:
+  template <class F>
+  static void ForRungs(uint32_t rungs, F&& f) {
+    for (; rungs != 0; rungs &= rungs - 1) f(static_cast<uint32_t>(__builtin_ctz(rungs)));
+  }
+
+  /// All listed keys follow each other from the tile's first column on, which is at `first`.
+  bool Contiguous(int32_t& first) const {
+    bool known = false, contiguous = true;
+    ForRungs(has_keys_, [&](uint32_t r) {
+      const TokenTile& tile = parts_[r].keys;
+      for (uint32_t i = 0; i < tile.n; ++i) {
+        const TokenBlock& x = tile.blocks[i];
+        const int32_t begin = x.pos - static_cast<int32_t>(x.column);
+        if (!known) first = begin;
+        known = true;
+        contiguous = contiguous && x.pos_stride == 1 && begin == first;
+      }
+    });
+    return known && contiguous;
+  }
+
+  const BlockArgs& a_;
+  const HeadArgs& h_;
+  uint32_t has_keys_ = 0, has_values_ = 0;  ///< bit r: rung r
+  TokenPart<S> parts_[kMaxRungs];
+  MeanPart<S> means_[kMaxRungs];  ///< by RungArgs::mean
 };
 
 }  // namespace qevict::kernels::internal

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <limits>
+#include <random>
 #include <string>
 
 #include "kernels/attention.h"
@@ -201,6 +202,42 @@ TEST_P(TokenCodeTest, InstructionSetsAgreeWithTheScalarKernel) {
   }
   for (size_t i = 0; i < mass.size(); ++i) {
     ASSERT_NEAR(mass[i], problem.mass()[i], 2e-6 * mass[i]) << i;
+  }
+}
+
+/// Three rungs as a ladder has them, with each width of units somewhere.
+ProblemParams LadderParams() {
+  ProblemParams p;
+  p.formats = Formats::kMixed;
+  p.token_k = {{4, 4}, {3, 8}, {2, 4}};
+  p.token_v = {{4, 2}, {3, 4}, {2, 2}};
+  p.more_tokens = {{{{8, 1}, {2, 10}, {1, 5}}, {{8, 1}, {2, 5}, {1, 2}}}, {{{2, 8}, {1, 8}}, {{1, 8}}}};
+  p.token_zero = false;
+  p.token_byte_scale = true;
+  return p;
+}
+
+// Several token codes, full precision and other formats in one call, keys and values of a window on
+// rungs of their own.
+TEST_P(TokenCodeTest, AnyMixtureOfRungsAgreesWithTheReference) {
+  const std::unique_ptr<ParallelFor> pool = MakeThreadPool(2);
+  Workspace workspace;
+  std::mt19937 random(11);
+  for (int round = 0; round < 24; ++round) {
+    ProblemParams p = LadderParams();
+    p.apart = round % 2 == 1;
+    p.mix_grids = round % 3 == 2;
+    p.token_mean = round % 4 >= 2;
+    p.same_means = round % 8 < 4;
+    p.window = 8u << random() % 3;
+    p.n_windows = 1 + random() % 60;
+    p.n_rows = round % 5 == 4 ? 40 : 1 + random() % 4;
+    p.mask = round % 3 == 0 ? Mask::kAll : round % 3 == 1 ? Mask::kHoles : Mask::kCausal;
+    p.scattered = round % 2 == 0;
+    p.seed = 100 + static_cast<uint64_t>(round);
+    Problem problem(p);
+    problem.Run(*pool, workspace);
+    EXPECT_EQ(problem.Compare(), "") << p.Name();
   }
 }
 

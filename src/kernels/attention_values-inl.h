@@ -197,11 +197,12 @@ void AddListed(const HeadArgs& h, WindowFormat format, const TokenList& list, co
 template <class S>
 void ListTokens(const HeadArgs& h, const Scratch& scratch, const WindowRef& w, const uint8_t* ahead,
                 uint32_t column, uint32_t bits, TokenList& list) {
-  const uint8_t* rows = w.data + h.head_offset[0] + static_cast<size_t>(h.window) * h.head_dim * 2;
+  const WindowFormat format = ValueRung(h, w).format;
+  const uint8_t* rows = ValuesOf(h, w);
   size_t row_bytes = static_cast<size_t>(h.head_dim_v) * 2;
   alignas(64) float grid[kTile + kPad];  // scale [W], zero [W]
-  const bool packed = w.format == WindowFormat::kPacked2 || w.format == WindowFormat::kPacked4;
-  if (w.format == WindowFormat::kGrid) {
+  const bool packed = format == WindowFormat::kPacked2 || format == WindowFormat::kPacked4;
+  if (format == WindowFormat::kGrid) {
     float* values = scratch.v_rows + static_cast<size_t>(column) * h.dv_pad;
     DecodeGridValues<S>(h, w, scratch.grid, values, h.dv_pad);
     rows = reinterpret_cast<const uint8_t*>(values);
@@ -210,14 +211,13 @@ void ListTokens(const HeadArgs& h, const Scratch& scratch, const WindowRef& w, c
   }
   if (ahead == nullptr) ahead = rows;
   if (packed) {
-    const PackedBlock b = LocatePacked(h, w);
-    rows = b.v_codes;
-    row_bytes = b.v_row;
+    const PackedBlock b = LocateValues(h, w);
+    row_bytes = b.row;
     if (h.window >= 4) {
-      WidenF16<S>(b.v_scale, 2 * h.window, grid);
+      WidenF16<S>(b.scale, 2 * h.window, grid);
     } else {
       uint16_t raw[8] = {};
-      for (uint32_t i = 0; i < 2 * h.window; ++i) raw[i] = b.v_scale[i];
+      for (uint32_t i = 0; i < 2 * h.window; ++i) raw[i] = b.scale[i];
       WidenF16<S>(raw, 8, grid);
     }
   }

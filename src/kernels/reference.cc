@@ -27,9 +27,12 @@ double ReadCode(const uint8_t* base, size_t index, uint32_t bits) {
   return (base[bit / 8] >> (bit % 8)) & ((1u << bits) - 1);
 }
 
-/// Block of one kv head.
-const uint8_t* HeadBlock(const AttentionShape& s, const WindowRef& w, uint32_t kv_head) {
-  return w.data + kv_head * s.head_bytes[static_cast<int>(w.format)];
+/// Blocks of one kv head.
+const uint8_t* KeyBlock(const AttentionShape& s, const WindowRef& w, uint32_t kv_head) {
+  return w.k + kv_head * s.rungs[w.rung_k].k_head_bytes;
+}
+const uint8_t* ValueBlock(const AttentionShape& s, const WindowRef& w, uint32_t kv_head) {
+  return w.v + kv_head * s.rungs[w.rung_v].v_head_bytes;
 }
 
 void Rotate(const RopeTable& rope, int64_t pos, double* key) {
@@ -213,8 +216,8 @@ std::vector<double> RoundedQuery(const VectorCode& code, const std::vector<float
 /// q . key of a window in a token code as the kernels define it.
 double TokenLogit(const AttentionShape& s, const WindowRef& w, uint32_t kv_head, uint32_t token,
                   const float* q, double& magnitude) {
-  const VectorCode& code = s.token[kv_head].k;
-  const uint8_t* words = HeadBlock(s, w, kv_head);
+  const VectorCode& code = s.rungs[w.rung_k].token[kv_head].k;
+  const uint8_t* words = KeyBlock(s, w, kv_head);
   std::vector<float> scaled(code.n_places);
   double sum = 0.0;
   for (uint32_t j = 0; j < code.n_places; ++j) {
@@ -257,7 +260,7 @@ Logits RowLogits(const AttentionGroup& g, uint32_t row, uint32_t head) {
     for (uint32_t t = 0; t < s.window; ++t) {
       if (((g.visible[row * g.visible_stride + i] >> t) & 1u) == 0) continue;
       double dot = 0.0, magnitude = 0.0;
-      if (g.windows[i].format == WindowFormat::kToken) {
+      if (s.rungs[g.windows[i].rung_k].format == WindowFormat::kToken) {
         dot = TokenLogit(s, g.windows[i], head / s.n_gqa, t, q, magnitude);
       } else {
         ReferenceKey(s, g.windows[i], head / s.n_gqa, t, key.data());
@@ -286,16 +289,17 @@ Logits RowLogits(const AttentionGroup& g, uint32_t row, uint32_t head) {
 
 void ReferenceKey(const AttentionShape& s, const WindowRef& w, uint32_t kv_head, uint32_t token,
                   double* key) {
-  const uint8_t* block = HeadBlock(s, w, kv_head);
+  const RungCode& rung = s.rungs[w.rung_k];
+  const uint8_t* block = KeyBlock(s, w, kv_head);
   const uint32_t d = s.head_dim, sub = std::min(s.window, 8u);
-  if (w.format == WindowFormat::kFull) {
+  if (rung.format == WindowFormat::kFull) {
     for (uint32_t c = 0; c < d; ++c) {
       key[c] = ReadElem(block, (size_t{token / sub} * d + c) * sub + token % sub, s.elem_k);
     }
     return;
   }
-  if (w.format == WindowFormat::kToken) {
-    const VectorCode& code = s.token[kv_head].k;
+  if (rung.format == WindowFormat::kToken) {
+    const VectorCode& code = rung.token[kv_head].k;
     DecodeToken(code, block, s.window, d, token, true, key);
     if (code.mean == nullptr) return;
     std::vector<double> mean(code.mean, code.mean + d);
@@ -303,14 +307,14 @@ void ReferenceKey(const AttentionShape& s, const WindowRef& w, uint32_t kv_head,
     for (uint32_t c = 0; c < d; ++c) key[c] += mean[c];
     return;
   }
-  if (w.format == WindowFormat::kGrid) {
-    const GridVector& g = s.grid[kv_head].k;
+  if (rung.format == WindowFormat::kGrid) {
+    const GridVector& g = rung.grid[kv_head].k;
     DecodeGrid(g, block, s.window, d, token, true, key);
     if (g.before_rope && Rotates(s, w))
       Rotate(*s.rope, int64_t{w.pos0} + int64_t{token} * w.pos_stride, key);
     return;
   }
-  const uint32_t bits = w.format == WindowFormat::kPacked2 ? 2 : 4;
+  const uint32_t bits = rung.format == WindowFormat::kPacked2 ? 2 : 4;
   const uint8_t* grid = block + size_t{d} * s.window * bits / 8;
   for (uint32_t c = 0; c < d; ++c) {
     key[c] = ReadCode(block, size_t{c} * s.window + token, bits) * ReadElem(grid, c, Elem::kF16) +
@@ -321,32 +325,27 @@ void ReferenceKey(const AttentionShape& s, const WindowRef& w, uint32_t kv_head,
 
 void ReferenceValue(const AttentionShape& s, const WindowRef& w, uint32_t kv_head, uint32_t token,
                     double* value) {
-  const uint8_t* block = HeadBlock(s, w, kv_head);
+  const RungCode& rung = s.rungs[w.rung_v];
+  const uint8_t* block = ValueBlock(s, w, kv_head);
   const uint32_t dv = s.head_dim_v;
-  if (w.format == WindowFormat::kFull) {
-    const uint8_t* rows = block + size_t{s.window} * s.head_dim * 2;
-    for (uint32_t c = 0; c < dv; ++c) value[c] = ReadElem(rows, size_t{token} * dv + c, s.elem_v);
+  if (rung.format == WindowFormat::kFull) {
+    for (uint32_t c = 0; c < dv; ++c) value[c] = ReadElem(block, size_t{token} * dv + c, s.elem_v);
     return;
   }
-  if (w.format == WindowFormat::kToken) {
-    const TokenCode& code = s.token[kv_head];
-    block += TokenCodeBytes(s.window, code.k.n_words, code.k.grid);
-    DecodeToken(code.v, block, s.window, dv, token, false, value);
+  if (rung.format == WindowFormat::kToken) {
+    DecodeToken(rung.token[kv_head].v, block, s.window, dv, token, false, value);
     return;
   }
-  if (w.format == WindowFormat::kGrid) {
-    const GridCode& code = s.grid[kv_head];
-    block += LayoutGrid(code.k, s.window, s.head_dim).end;
-    DecodeGrid(code.v, block, s.window, dv, token, false, value);
+  if (rung.format == WindowFormat::kGrid) {
+    DecodeGrid(rung.grid[kv_head].v, block, s.window, dv, token, false, value);
     return;
   }
-  const uint32_t bits = w.format == WindowFormat::kPacked2 ? 2 : 4;
-  const uint8_t* codes = block + size_t{s.head_dim} * s.window * bits / 8 + size_t{s.head_dim} * 4;
-  const uint8_t* grid = codes + size_t{dv} * s.window * bits / 8;
+  const uint32_t bits = rung.format == WindowFormat::kPacked2 ? 2 : 4;
+  const uint8_t* grid = block + size_t{dv} * s.window * bits / 8;
   const double scale = ReadElem(grid, token, Elem::kF16),
                zero = ReadElem(grid, s.window + token, Elem::kF16);
   for (uint32_t c = 0; c < dv; ++c)
-    value[c] = ReadCode(codes, size_t{token} * dv + c, bits) * scale + zero;
+    value[c] = ReadCode(block, size_t{token} * dv + c, bits) * scale + zero;
 }
 
 ReferenceResult AttendReference(const AttentionGroup& g) {

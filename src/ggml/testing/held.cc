@@ -17,22 +17,23 @@ namespace qevict::plugin::testing {
 namespace {
 
 // Key channels are stored in sub-blocks of up to 8 tokens: [W/S][D][S].
-void DecodeFull(const uint8_t* block, const LayerShape& shape, uint32_t window, uint32_t t,
-                float* k, float* v) {
-  const auto word = [block](size_t i) {
-    uint16_t h;
-    std::memcpy(&h, block + 2 * i, sizeof(h));
-    return h;
-  };
-  const size_t s = std::min(window, 8u), d = shape.head_dim, dv = shape.head_dim_v;
-  for (size_t i = 0; i < d; ++i) k[i] = ToF32(word((t / s * d + i) * s + t % s), shape.elem_k);
-  for (size_t i = 0; i < dv; ++i) v[i] = ToF32(word(window * d + t * dv + i), shape.elem_v);
+void DecodeFull(const uint8_t* block, bool is_k, Elem elem, uint32_t window, uint32_t n,
+                uint32_t dim, float* x) {
+  const uint32_t s = std::min(window, 8u);
+  for (uint32_t t = 0; t < n; ++t) {
+    for (uint32_t c = 0; c < dim; ++c) {
+      const size_t at = is_k ? (size_t{t / s} * dim + c) * s + t % s : size_t{t} * dim + c;
+      uint16_t word;
+      std::memcpy(&word, block + 2 * at, sizeof(word));
+      x[size_t{t} * dim + c] = ToF32(word, elem);
+    }
+  }
 }
 
-void DecodePacked(const uint8_t* block, const LayerShape& shape, const codecs::Codec& codec,
-                  uint32_t kv_head, const kernels::WindowRef& ref, const kernels::RopeTable* rope,
-                  uint32_t n, float* k, float* v) {
-  codec.Decode(kv_head, n, block, k, v);
+void DecodeKeys(const uint8_t* block, const LayerShape& shape, const codecs::Codec& codec,
+                uint32_t kv_head, const kernels::WindowRef& ref, const kernels::RopeTable* rope,
+                uint32_t n, float* k) {
+  codec.DecodeSides(kv_head, n, block, nullptr, k, nullptr);
   for (uint32_t t = 0; t < n; ++t) {
     codec.FinishKey(kv_head, {k + size_t{t} * shape.head_dim, shape.head_dim}, [&](float* key) {
       if (!rope) return;
@@ -56,8 +57,8 @@ HeldRows ReadHeld(Engine& engine, uint32_t layer, uint32_t stream, uint32_t part
   held.rows.k.resize(size_t{n_cells} * shape.n_kv_heads * d);
   held.rows.v.resize(size_t{n_cells} * shape.n_kv_heads * dv);
   held.window.assign(n_cells, kNone);
-  size_t head_bytes[kernels::kWindowFormats];
-  cache.HeadBytes(il, head_bytes);
+  kernels::RungCode rungs[kernels::kMaxRungs];
+  cache.Rungs(il, rungs);
   std::vector<float> k(size_t{config.window} * d), v(size_t{config.window} * dv);
   for (const SeqId seq : cache.Sequences(stream)) {
     std::vector<kernels::WindowRef> refs;
@@ -65,17 +66,22 @@ HeldRows ReadHeld(Engine& engine, uint32_t layer, uint32_t stream, uint32_t part
     cache.View(il, seq, refs, ids);
     for (size_t w = 0; w < refs.size(); ++w) {
       const WindowInfo info = cache.info(ids[w]);
-      const bool full = refs[w].format == kernels::WindowFormat::kFull;
-      ++(full ? held.n_full : held.n_packed);
+      const kernels::WindowRef& ref = refs[w];
+      ++(ref.rung_k == kFullRung ? held.n_full : held.n_packed);
       for (uint32_t h = 0; h < shape.n_kv_heads; ++h) {
-        const uint8_t* block = refs[w].data + h * head_bytes[static_cast<size_t>(refs[w].format)];
-        if (full) {
-          for (uint32_t t = 0; t < info.n_tokens; ++t) {
-            DecodeFull(block, shape, config.window, t, &k[size_t{t} * d], &v[size_t{t} * dv]);
-          }
+        const uint8_t* keys = ref.k + h * rungs[ref.rung_k].k_head_bytes;
+        const uint8_t* values = ref.v + h * rungs[ref.rung_v].v_head_bytes;
+        if (ref.rung_k == kFullRung) {
+          DecodeFull(keys, true, shape.elem_k, config.window, info.n_tokens, d, k.data());
         } else {
-          DecodePacked(block, shape, cache.codec(il), h, refs[w], cache.rope_table(il),
-                       info.n_tokens, k.data(), v.data());
+          DecodeKeys(keys, shape, cache.codec(il, ref.rung_k), h, ref, cache.rope_table(il),
+                     info.n_tokens, k.data());
+        }
+        if (ref.rung_v == kFullRung) {
+          DecodeFull(values, false, shape.elem_v, config.window, info.n_tokens, dv, v.data());
+        } else {
+          cache.codec(il, ref.rung_v)
+              .DecodeSides(h, info.n_tokens, nullptr, values, nullptr, v.data());
         }
         for (uint32_t t = 0; t < info.n_tokens; ++t) {
           if ((info.live >> t & 1u) == 0) continue;
