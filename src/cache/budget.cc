@@ -5,6 +5,16 @@
 //             next growth step, and the last page of every pool
 //   share     (domain budget - fixed - prompt reserve) * layer's f16 bytes / all layers' f16 bytes
 //
+// When the budget is in force. With prefill=bounded always. With prefill=full unless a sequence
+// reads its first prompt: one that has had no event yet, and whose last chunk came no more than an
+// interval of decode steps ago (of the sequence that has made most of them; a prompt that stays
+// behind was cancelled, or its slot idles, and its bytes count like all others). Then the bytes are
+// kept by the next event, whichever sequence it is due for.
+// What may exceed it, and for how long: the rows being read by such a prompt, until it has had its
+// first event; a layer's new codes beside its old rows, during an event (commit.cc); and a step
+// whose rows do not fit although everything but sinks and open windows has been given up
+// (MakeRoom), until the next event. No step fails because of the budget.
+//
 // Prompt reserve. While a prompt is read under a limit, each layer first stores a chunk in full
 // precision, attends, and is then routed back to its share. Layers take turns, so one chunk of the
 // largest layer (with per_head: of all its heads) is what all of them need together; of all prompts
@@ -106,14 +116,14 @@ uint64_t KvCache::Impl::TotalBudget() const {
   return config.budget_bytes > 0 ? config.budget_bytes : DomainBudget() * n_streams;
 }
 
-/// With prefill = full the limit waits until every sequence has had its first event.
+/// See the head of this file.
 bool KvCache::Impl::LimitWanted() const {
   if (!Routes()) return false;
   if (Bounded()) return true;
   bool any = false;
   for (const auto& s : sequences) {
-    if (!s || s->empty()) continue;
-    if (!s->first_event) return false;
+    if (!s || (s->empty() && !s->noted)) continue;
+    if (!RoutedSequence(*s)) return false;
     any = true;
   }
   return any;
@@ -167,7 +177,7 @@ uint64_t KvCache::Impl::Limit() const {
 /// The limit comes into force when it is wanted and kept (bounded: from the start), and stays as
 /// long as it is wanted.
 void KvCache::Impl::UpdateLimit() {
-  if (!LimitWanted()) {
+  if (!LimitWanted() || overdrawn) {
     limit_on = false;
   } else if (HeldBytes() <= Limit()) {
     limit_on = true;
@@ -232,30 +242,45 @@ Result<uint64_t> KvCache::Impl::LayerShare(uint32_t il, std::span<const SeqId> d
   fixed += n_live * layers.size() * kUnitSlack + pools.size() * kPoolSlack;
   if (config.budget_bytes == 0) fixed = CeilDiv(fixed, n_streams);
 
-  const uint64_t reserve = PromptReserve(domain);
+  uint64_t reserve = PromptReserve(domain);
   const uint64_t budget = DomainBudget();
-  if (budget < fixed + reserve) {
+  if (budget < fixed) {
     return ResourceExhausted("the budget of " + std::to_string(budget) +
                              " bytes cannot hold tables of " + std::to_string(fixed) +
-                             " bytes and a prompt chunk of " + std::to_string(reserve) +
-                             " bytes; raise the budget or lower the chunk (ubatch) size");
+                             " bytes; raise the budget");
   }
+  // A chunk that does not fit beside the rest exceeds the budget while a layer attends to it.
+  if (budget < fixed + reserve) reserve = 0;
   const uint64_t left = budget - fixed - reserve;
   const uint64_t layer_bytes = layers[il].f16_token_bytes;
   return left / f16_token_bytes * layer_bytes +
          left % f16_token_bytes * layer_bytes / f16_token_bytes;
 }
 
-/// True if the next `n` tokens of the sequence can be stored without routing.
-bool KvCache::Impl::FitsNext(const Sequence& s, uint32_t n) const {
-  const uint64_t n_windows = CountNewWindows(s, n);
-  uint64_t bytes = HeldBytes() + TableGrowth(static_cast<uint32_t>(n_windows), n);
-  if (Chunked(s)) {
-    bytes += n_windows * LargestFullCost();
-  } else {
-    for (const ShapePools& p : pools) bytes += p.n_layers * n_windows * p.costs().full_bytes;
+/// True if the next rows of some sequences can be stored without routing.
+bool KvCache::Impl::FitsNext(std::span<const StepRows> rows) const {
+  uint64_t bytes = 0;
+  uint32_t all_windows = 0, all_rows = 0;
+  for (const StepRows& r : rows) {
+    const Sequence& s = *sequences[r.seq];
+    const uint32_t n_windows = CountNewWindows(s, r.n);
+    all_windows += n_windows;
+    all_rows += r.n;
+    if (Chunked(s)) {
+      bytes += n_windows * LargestFullCost();
+    } else {
+      for (const ShapePools& p : pools) bytes += p.n_layers * n_windows * p.costs().full_bytes;
+    }
+    for (const LayerSeq& ls : s.layers) {  // growth steps are larger than a record
+      const uint64_t grown = GrownBytes(ls.units, n_windows) - CapacityBytes(ls.units);
+      bytes += grown > n_windows * kUnitBytes ? grown - n_windows * kUnitBytes : 0;
+    }
   }
-  bytes += pools.size() * kPageBytes;
+  bytes += HeldBytes() + TableGrowth(all_windows, all_rows);
+  for (const ShapePools& p : pools) {
+    const uint64_t owners = GrownBytes(p.full.owners, size_t{all_windows} * p.n_layers);
+    bytes += kPageBytes + owners - CapacityBytes(p.full.owners);
+  }
   return bytes <= Limit();
 }
 

@@ -6,19 +6,25 @@
 //   history    share - mandatory, split over the sequences by their number of candidates
 // A policy (MakePlan) answers where each candidate shall be; commit.cc moves them.
 // If mandatory bytes exceed the share, recents of other sequences lose their protection, longest
-// idle first; only then the call fails.
+// idle first, then those of the sequence itself; only then the call fails.
+#include <cmath>
+
 #include "cache/kv_cache_impl.h"
 #include "cache/restore.h"
 #include "policy/rankers.h"
 
 namespace qevict {
-bool KvCache::Impl::NoteStep(SeqId seq, uint32_t n, bool decode) {
+
+bool KvCache::Impl::NoteStep(SeqId seq, uint32_t n, StepKind kind) {
   Sequence* s = Seq(seq);
   if (!s || n == 0) return false;
   s->activity = ++clock;
   s->event_step = false;
+  s->noted = true;
+  s->last_rows = n;
   if (!Routes()) return false;
-  const bool generates = decode || (s->decoded && n <= kMaxSpeculation);
+  const bool generates =
+      kind == StepKind::kDecode || (kind == StepKind::kAuto && s->decoded && n <= kMaxSpeculation);
   bool due = false;
   if (generates) {
     const uint64_t interval = config.EffectiveInterval();
@@ -31,25 +37,47 @@ bool KvCache::Impl::NoteStep(SeqId seq, uint32_t n, bool decode) {
     s->chunk_tokens = 0;  // the next prompt may come in shorter chunks
     s->decoded = true;
     s->prompt_phase = false;
+    NoteRound(*s);
   } else {
+    if (!s->prompt_phase) FoldPromptScores(*s);
     s->prompt_phase = true;
     KeepLastRows(*s, n);
     s->chunk_tokens = std::max(s->chunk_tokens, n);
+    s->chunk_round = decode_rounds;
     s->reserved = 0;
+    UpdateLimit();  // a first prompt suspends it
   }
-  if (!due && LimitWanted() && RoutedSequence(*s)) due = !FitsNext(*s, n);
+  const StepRows rows{seq, n};
+  if (!due && LimitWanted() && RoutedSequence(*s)) due = !FitsNext({&rows, 1});
   s->event_step = due;
   return due;
 }
 
-/// init_rows = m: scores of a prompt come from its last m rows, but its end is not known. A chunk
-/// of n rows replaces what earlier ones left, except for the share of the m - n rows before it.
+/// A round ends when a sequence that it has counted makes another step.
+void KvCache::Impl::NoteRound(Sequence& s) {
+  if (s.round == decode_rounds) ++decode_rounds;
+  s.round = decode_rounds;
+}
+
+/// A new prompt begins: what the last one gave counts among what has been earned from now on.
+void KvCache::Impl::FoldPromptScores(Sequence& s) {
+  for (LayerSeq& layer : s.layers) {
+    for (UnitRecord& u : layer.units) {
+      u.score = u.total_score();
+      u.prompt_score = 0.0f;
+    }
+  }
+}
+
+/// init_rows = m: a prompt's scores come from its last m rows, but its end is not known. A chunk of
+/// n rows replaces what earlier ones of the same prompt left, except for the share of the m - n
+/// rows before it.
 void KvCache::Impl::KeepLastRows(Sequence& s, uint32_t n) {
   if (config.init_rows == 0 || config.score == ScoreKind::kKeyNorm) return;
   const uint32_t m = config.init_rows;
   const float kept = n >= m ? 0.0f : static_cast<float>(m - n) / static_cast<float>(m);
   for (LayerSeq& layer : s.layers) {
-    for (UnitRecord& u : layer.units) u.score *= kept;
+    for (UnitRecord& u : layer.units) u.prompt_score *= kept;
   }
 }
 
@@ -62,11 +90,37 @@ bool KvCache::Impl::AddMassToAll(uint32_t il, std::span<const WindowId> ids,
   const auto same = [](const UnitRecord& u, WindowId id) { return u.window == id; };
   if (!std::equal(units.begin(), units.end(), ids.begin(), ids.end(), same)) return false;
   if (config.event_scores && !sequences[seq]->event_step) return true;
-  mass_scores.resize(ids.size());
-  for (size_t i = 0; i < ids.size(); ++i) mass_scores[i] = units[i].score;
-  UpdateScores(config, masses, mass_scores);
-  for (size_t i = 0; i < ids.size(); ++i) units[i].score = mass_scores[i];
+  mass_units.resize(ids.size());
+  for (size_t i = 0; i < ids.size(); ++i) mass_units[i] = &units[i];
+  UpdateUnitScores(masses);
   return true;
+}
+
+/// Adds masses to the scores of mass_units (null: none) that their sequences' phases say. The other
+/// sum of a unit gets nothing, which is all it needs unless scores decay.
+void KvCache::Impl::UpdateUnitScores(const WindowMasses& masses) {
+  mass_scores.assign(mass_units.size(), 0.0f);
+  mass_others.assign(config.score == ScoreKind::kEma ? mass_units.size() : 0, 0.0f);
+  const auto in_prompt = [&](const UnitRecord& u) {
+    return sequences[windows[u.window].seq]->prompt_phase;
+  };
+  for (size_t i = 0; i < mass_units.size(); ++i) {
+    if (!mass_units[i]) continue;
+    const UnitRecord& u = *mass_units[i];
+    const bool prompt = in_prompt(u);
+    mass_scores[i] = prompt ? u.prompt_score : u.score;
+    if (!mass_others.empty()) mass_others[i] = prompt ? u.score : u.prompt_score;
+  }
+  UpdateScores(config, masses, mass_scores);
+  const float kept = static_cast<float>(
+      std::pow(config.ema_lambda, static_cast<double>(masses.n_rows) * masses.repeat));
+  for (size_t i = 0; i < mass_units.size(); ++i) {
+    if (!mass_units[i]) continue;
+    UnitRecord& u = *mass_units[i];
+    const bool prompt = in_prompt(u);
+    (prompt ? u.prompt_score : u.score) = mass_scores[i];
+    if (!mass_others.empty()) (prompt ? u.score : u.prompt_score) = mass_others[i] * kept;
+  }
 }
 
 void KvCache::Impl::AddMass(uint32_t il, std::span<const WindowId> ids, const float* mass,
@@ -76,7 +130,6 @@ void KvCache::Impl::AddMass(uint32_t il, std::span<const WindowId> ids, const fl
   if (config.event_scores) masses.repeat = config.EffectiveInterval();
   if (AddMassToAll(il, ids, masses)) return;
   mass_units.assign(ids.size(), nullptr);
-  mass_scores.assign(ids.size(), 0.0f);
   size_t at = 0;
   SeqId seq = kNone;
   for (size_t i = 0; i < ids.size(); ++i) {
@@ -93,12 +146,8 @@ void KvCache::Impl::AddMass(uint32_t il, std::span<const WindowId> ids, const fl
     if (!u) continue;
     at = static_cast<size_t>(u - units.data()) + 1;
     mass_units[i] = u;
-    mass_scores[i] = u->score;
   }
-  UpdateScores(config, masses, mass_scores);
-  for (size_t i = 0; i < ids.size(); ++i) {
-    if (mass_units[i]) mass_units[i]->score = mass_scores[i];
-  }
+  UpdateUnitScores(masses);
 }
 
 uint64_t KvCache::Impl::UnitBytes(uint32_t il, const UnitRecord& u) const {
@@ -111,15 +160,19 @@ uint64_t KvCache::Impl::UnitBytes(uint32_t il, const UnitRecord& u) const {
   return bytes;
 }
 
-/// Birth of the oldest window that belongs to the recents.
-uint32_t KvCache::Impl::FirstRecentBirth(const Sequence& s) const {
-  const uint32_t recents = Recents();
+/// Birth of the oldest window that belongs to the recents; hidden ones behind it do not.
+uint32_t KvCache::Impl::FirstRecentBirth(const Sequence& s, uint32_t recents) const {
   const size_t n_protected = (recents + config.window - 1) / config.window;
   uint32_t first = kNone;
   uint64_t newer = 0;
+  size_t n_hidden = 0;
   for (size_t i = s.windows.size(); i-- > 0;) {
     const WindowRecord& w = windows[s.windows[i]];
-    const size_t rank = s.windows.size() - 1 - i;
+    if (w.has(WindowRecord::kHidden)) {
+      ++n_hidden;
+      continue;
+    }
+    const size_t rank = s.windows.size() - 1 - i - n_hidden;
     const bool open = rank == 0 && w.n_tokens < config.window && !w.has(WindowRecord::kSealed);
     const bool recent =
         config.local_mode == LocalMode::kAligned ? newer < recents : rank < n_protected;
@@ -151,17 +204,24 @@ void KvCache::Impl::CollectCandidates(uint32_t il, SeqPlan& plan) {
   Sequence& s = *sequences[plan.id];
   const uint64_t full_cost = PoolsOf(il).costs().full_bytes;
   const bool restoring = restore && restore->seq == plan.id;
-  const uint32_t first_recent = restoring ? 0 : plan.protect_recents ? FirstRecentBirth(s) : kNone;
+  const uint32_t first_recent = restoring              ? 0
+                                : plan.protect_recents ? FirstRecentBirth(s, plan.recents)
+                                                       : kNone;
   plan.mandatory = 0;
   plan.candidates.clear();
   plan.index.clear();
-  if (plan.protect_recents && !Chunked(s)) {
+  plan.hidden.clear();
+  if (plan.keep_reserve && !Chunked(s)) {
     plan.mandatory += CountNewWindows(s, s.reserved) * full_cost;
   }
   std::vector<UnitRecord>& units = s.layers[il].units;
   for (uint32_t i = 0; i < units.size(); ++i) {
     UnitRecord& u = units[i];
     const WindowRecord& w = windows[u.window];
+    if (w.has(WindowRecord::kHidden)) {
+      plan.hidden.push_back(i);
+      continue;
+    }
     if (w.has(WindowRecord::kSink) || w.birth >= first_recent) {
       plan.mandatory += UnitBytes(il, u);
       continue;
@@ -169,7 +229,7 @@ void KvCache::Impl::CollectCandidates(uint32_t il, SeqPlan& plan) {
     if (config.score == ScoreKind::kKeyNorm && u.has_full() && !u.has_codes()) {
       ScoreByKeyNorm(il, u);
     }
-    plan.candidates.push_back({w.birth, u.score, u.has_full() ? Tier::kFull : Tier::kPacked,
+    plan.candidates.push_back({w.birth, u.total_score(), u.has_full() ? Tier::kFull : Tier::kPacked,
                                u.has_codes(), static_cast<uint32_t>(plan.candidates.size())});
     plan.index.push_back(i);
   }
@@ -183,6 +243,51 @@ SeqPlan* KvCache::Impl::LongestIdle(std::vector<SeqPlan>& plans, SeqId self) con
     if (!idle || sequences[p.id]->activity < sequences[idle->id]->activity) idle = &p;
   }
   return idle;
+}
+
+/// Where the history of one sequence shall be. What no row sees keeps the bytes that are left when
+/// everything else is in full precision, the newest first.
+void KvCache::Impl::PlanSequence(uint32_t il, const SeqPlan& p, uint64_t history,
+                                 std::vector<UnitMove>& moves) {
+  const UnitCosts costs = PoolsOf(il).costs();
+  const std::vector<UnitRecord>& units = sequences[p.id]->layers[il].units;
+  uint64_t visible = 0;
+  for (const uint32_t i : p.index) visible += std::max(costs.full_bytes, UnitBytes(il, units[i]));
+  uint64_t left = history > visible ? history - visible : 0;
+  for (size_t k = p.hidden.size(); k-- > 0;) {
+    const uint32_t i = p.hidden[k];
+    const uint64_t bytes = UnitBytes(il, units[i]);
+    if (bytes > left) {
+      moves.push_back({p.id, i, Placement{}});
+      left = 0;
+    } else {
+      left -= bytes;
+      history -= bytes;
+    }
+  }
+  const Plan plan = MakePlan({p.candidates, costs, history}, config);
+  for (size_t i = 0; i < p.candidates.size(); ++i) {
+    moves.push_back({p.id, p.index[i], plan.placements[i]});
+  }
+}
+
+/// Recents of another sequence lose their protection, longest idle first, then some of `self`.
+/// False if there are none left.
+bool KvCache::Impl::GiveUpRecents(uint32_t il, std::vector<SeqPlan>& plans, SeqId self) {
+  SeqPlan* plan = LongestIdle(plans, self);
+  if (plan) {
+    plan->protect_recents = false;
+    plan->keep_reserve =
+        std::find(step_sequences.begin(), step_sequences.end(), plan->id) != step_sequences.end();
+  } else {
+    plan = &*std::find_if(plans.begin(), plans.end(),
+                          [self](const SeqPlan& p) { return p.id == self; });
+    if (!plan->protect_recents) return false;
+    plan->protect_recents = plan->recents > 0;
+    plan->recents /= 2;
+  }
+  CollectCandidates(il, *plan);
+  return true;
 }
 
 Status KvCache::Impl::Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, ParallelFor& pool) {
@@ -200,37 +305,32 @@ Status KvCache::Impl::Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, Par
   const Result<uint64_t> share = LayerShare(il, domain);
   if (!share.ok()) return share.status();
   std::vector<SeqPlan> plans;
-  uint64_t mandatory = 0;
   for (const SeqId id : domain) {
     plans.emplace_back().id = id;
+    plans.back().recents = Recents();
     CollectCandidates(il, plans.back());
-    mandatory += plans.back().mandatory;
   }
-  while (mandatory > *share) {
-    SeqPlan* idle = LongestIdle(plans, seq);
-    if (!idle) {
-      return ResourceExhausted("sinks, recents and reserve of layer " + std::to_string(il) +
-                               " need " + std::to_string(mandatory) +
-                               " bytes; its share of the budget is " + std::to_string(*share));
-    }
-    mandatory -= idle->mandatory;
-    idle->protect_recents = false;
-    CollectCandidates(il, *idle);
-    mandatory += idle->mandatory;
+  const auto mandatory_bytes = [&plans] {
+    uint64_t bytes = 0;
+    for (const SeqPlan& p : plans) bytes += p.mandatory;
+    return bytes;
+  };
+  uint64_t mandatory = mandatory_bytes();
+  while (mandatory > *share && GiveUpRecents(il, plans, seq)) mandatory = mandatory_bytes();
+  if (mandatory > *share) {
+    return ResourceExhausted("sinks, recents and reserve of layer " + std::to_string(il) +
+                             " need " + std::to_string(mandatory) +
+                             " bytes; its share of the budget is " + std::to_string(*share));
   }
 
   uint64_t n_candidates = 0;
-  for (const SeqPlan& p : plans) n_candidates += p.candidates.size();
+  for (const SeqPlan& p : plans) n_candidates += p.n_units();
   std::vector<UnitMove> moves;
   for (const SeqPlan& p : plans) {
-    if (p.candidates.empty() || n_candidates == 0) continue;
-    const uint64_t history =
-        (*share - mandatory) / n_candidates * p.candidates.size() +
-        (*share - mandatory) % n_candidates * p.candidates.size() / n_candidates;
-    const Plan plan = MakePlan({p.candidates, PoolsOf(il).costs(), history}, config);
-    for (size_t i = 0; i < p.candidates.size(); ++i) {
-      moves.push_back({p.id, p.index[i], plan.placements[i]});
-    }
+    if (p.n_units() == 0 || n_candidates == 0) continue;
+    const uint64_t history = (*share - mandatory) / n_candidates * p.n_units() +
+                             (*share - mandatory) % n_candidates * p.n_units() / n_candidates;
+    PlanSequence(il, p, history, moves);
   }
   QEVICT_RETURN_IF_ERROR(Commit(il, moves, pool));
   self->layers[il].routed = true;

@@ -147,7 +147,7 @@ bool KvCache::Impl::FillRow(uint32_t il, uint32_t stream, uint32_t cell, bool is
     if (room) WriteRowHeader(record, row);
     return false;
   }
-  record.score = u->score;
+  record.score = u->total_score();
   if (!u->has_full()) {
     record.kind = is_k ? RowKind::kPackedK : RowKind::kPackedV;
     record.n_shares = static_cast<uint8_t>(std::popcount(w.live));
