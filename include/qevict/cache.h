@@ -72,11 +72,13 @@ struct TokenSpec {
                     ///< unknown lineage)
 };
 
+/// What a step of a sequence is: its engine knows, or the cache tells it by its rows.
+enum class StepKind : uint8_t { kAuto, kPrompt, kDecode };
 /// Rows of one sequence that a step is about to append.
 struct StepRows {
   SeqId seq;
-  uint32_t n_rows;
-  bool decode;  ///< generated tokens, each a step; else a chunk of a prompt
+  uint32_t n;
+  StepKind kind = StepKind::kAuto;
 };
 
 /// Where a token lives. window == kNone: evicted in all layers, or never written.
@@ -93,6 +95,7 @@ struct WindowInfo {
   uint8_t n_tokens;
   uint8_t pos_stride;  ///< 1 positional, 0 otherwise
   bool sink;
+  bool hidden;            ///< no row can see it any more, see KvCache::SetHidden
   uint32_t live;          ///< bit t: token t is not overwritten
   const uint32_t* cells;  ///< [n_tokens]; valid until the next non-const call
 };
@@ -135,11 +138,28 @@ class KvCache {
   // --- Sequences
   // -----------------------------------------------------------------------------------------------------
   SeqId CreateSequence(uint32_t stream);
+  /// A sequence that goes on behind a token of `parent`: it shares the windows up to there (rows
+  /// see them by their masks), has the parent's phase and counters, and gets no sinks of its own.
+  SeqId BranchSequence(SeqId parent);
+  /// Windows of one sequence, in order, become windows of another one of its stream.
+  /// kResourceExhausted if memory is refused; nothing has changed then.
+  Status MoveWindows(std::span<const WindowId> ids, SeqId to);
+  /// All windows and evicted tokens of `from` become those of `into`, whose phase and counters
+  /// stay; `from` is gone. Errors as above.
+  Status MergeSequence(SeqId from, SeqId into);
+  /// Says whether rows can still see a window: one that lies behind a sliding window, or whose
+  /// tokens were taken back as far as can be told, ranks below all others, is no recent one, and
+  /// takes no more tokens. Nothing is lost by it while bytes last.
+  void SetHidden(WindowId window, bool hidden);
+  /// The token that the next one of its sequence follows, where that is not the last one appended.
+  void SetTail(TokenRef token);
   /// Live sequences of a stream, oldest first. A sequence disappears when its last token is dead.
   std::vector<SeqId> Sequences(uint32_t stream) const;
   /// The same into a list that keeps its memory.
   void Sequences(uint32_t stream, std::vector<SeqId>& ids) const;
   uint32_t stream_of(SeqId seq) const;
+  /// False for what was restored into a stream that several sequences of the engine share.
+  bool IsChain(SeqId seq) const;
   /// Windows of a sequence in order (births rise). Windows evicted in every layer are gone from the
   /// list.
   std::span<const WindowId> windows(SeqId seq) const;
@@ -147,6 +167,8 @@ class KvCache {
   TokenRef lookup(uint32_t stream, uint32_t cell) const;
   /// True if the cell's token is known, also where it has been evicted.
   bool Holds(uint32_t stream, uint32_t cell) const;
+  /// Sequence of a cell's token, evicted or not; kNone if the cell holds none.
+  SeqId SequenceOf(uint32_t stream, uint32_t cell) const;
   /// Tokens appended to the sequence so far that are not dead, evicted ones included.
   uint64_t n_tokens(SeqId seq) const;
   /// Last token appended; {kNone} for an empty sequence or if it has been evicted everywhere.
@@ -169,6 +191,8 @@ class KvCache {
                 ParallelFor& pool);
   /// Marks the token of a cell dead (its row was cleared).
   void Kill(uint32_t stream, uint32_t cell);
+  /// The same for many cells, in time linear in their number where they end a sequence.
+  void Kill(uint32_t stream, std::span<const uint32_t> cells);
 
   /// Accessible windows of a sequence in one layer, in order: fills refs (for the kernels) and ids.
   /// Appends to both. Pointers are valid until the next non-const call.
@@ -209,16 +233,28 @@ class KvCache {
 
   // --- Routing
   // -------------------------------------------------------------------------------------------------------
-  /// Tells that `n` rows of a sequence are about to be appended, decode == one-row generation step.
-  /// Updates step counters; returns true if a routing event is due before the append (call RouteAll
-  /// then): at decode step Config::first_event and every interval (n rows after decoding has begun,
-  /// up to 32, are n steps: speculation), when a prompt chunk ends and decoding goes on, and
-  /// whenever the next n rows would not fit the limit.
-  bool NoteStep(SeqId seq, uint32_t n, bool decode);
-  /// NoteStep and the events that are due for all rows of a step, and room for all of them together.
-  /// What engines call before Append. Errors: kResourceExhausted only if the system refuses memory;
-  /// the cache is sound then, and the step may be tried again.
+  /// Tells that `n` rows of a sequence are about to be appended. Updates step counters; returns
+  /// true if a routing event is due before the append (call RouteAll then): at decode step
+  /// Config::first_event and every interval (n rows after decoding has begun, up to 64, are n
+  /// steps: speculation), when a prompt chunk ends and decoding goes on, and whenever the next n
+  /// rows would not fit the limit. kAuto: a prompt's chunk until a step of kDecode, then whatever
+  /// its rows say.
+  bool NoteStep(SeqId seq, uint32_t n, StepKind kind);
+  bool NoteStep(SeqId seq, uint32_t n, bool decode) {
+    return NoteStep(seq, n, decode ? StepKind::kDecode : StepKind::kAuto);
+  }
+  /// Rows of the sequence's last step; 0 before its first one.
+  uint32_t last_rows(SeqId seq) const;
+  /// True once the sequence has made a decode step.
+  bool decoded(SeqId seq) const;
+  /// NoteStep and the events that are due for all rows of a step, and room for all of them together
+  /// (if they do not fit the limit, an event runs at once and evicts more). What engines call before
+  /// Append. Where even that does not suffice the limit is out of force until the next event: no
+  /// step fails because of the budget. Errors: kResourceExhausted only if the system refuses
+  /// memory; the cache is sound then, and the step may be tried again.
   Status PrepareStep(std::span<const StepRows> rows, ParallelFor& pool);
+  /// True while the step that was prepared last may exceed the limit.
+  bool overdrawn() const;
   /// Plans and commits one layer for every sequence that shares the budget with `seq` (its stream
   /// if the budget is a fraction, all streams if absolute). reserve_tokens: tokens of `seq` that
   /// may be appended before the next Route; while a prompt is read under a limit: rows of a whole

@@ -5,6 +5,16 @@
 //             next growth step, and the last page of every pool
 //   share     (domain budget - fixed - prompt reserve) * layer's f16 bytes / all layers' f16 bytes
 //
+// When the budget is in force. With prefill=bounded always. With prefill=full unless a sequence
+// reads its first prompt: one that has had no event yet, and whose last chunk came no more than an
+// interval of decode steps ago (of the sequence that has made most of them; a prompt that stays
+// behind was cancelled, or its slot idles, and its bytes count like all others). Then the bytes are
+// kept by the next event, whichever sequence it is due for.
+// What may exceed it, and for how long: the rows being read by such a prompt, until it has had its
+// first event; a layer's new codes beside its old rows, during an event (commit.cc); and a step
+// whose rows do not fit although everything but sinks and open windows has been given up
+// (MakeRoom), until the next event. No step fails because of the budget.
+//
 // Prompt reserve. While a prompt is read under a limit, each layer first stores a chunk in full
 // precision, attends, and is then routed back to its share. Layers take turns, so one chunk of the
 // largest layer (with per_head: of all its heads) is what all of them need together; of all prompts
@@ -118,14 +128,14 @@ uint64_t KvCache::Impl::TotalBudget() const {
   return config.budget_bytes > 0 ? config.budget_bytes : DomainBudget() * n_streams;
 }
 
-/// With prefill = full the limit waits until every sequence has had its first event.
+/// See the head of this file.
 bool KvCache::Impl::LimitWanted() const {
   if (!Routes()) return false;
   if (Bounded()) return true;
   bool any = false;
   for (const auto& s : sequences) {
-    if (!s || s->empty()) continue;
-    if (!s->first_event) return false;
+    if (!s || (s->empty() && !s->noted)) continue;
+    if (!RoutedSequence(*s)) return false;
     any = true;
   }
   return any;
@@ -177,7 +187,7 @@ uint64_t KvCache::Impl::Limit() const {
 /// The limit comes into force when it is wanted and kept (bounded: from the start), and stays as
 /// long as it is wanted.
 void KvCache::Impl::UpdateLimit() {
-  if (!LimitWanted()) {
+  if (!LimitWanted() || overdrawn) {
     limit_on = false;
   } else if (HeldBytes() <= Limit()) {
     limit_on = true;
@@ -256,8 +266,8 @@ uint64_t KvCache::Impl::StepGrowth(std::span<const StepRows> rows) const {
   uint32_t n_windows = 0, n_tokens = 0;
   for (const StepRows& r : rows) {
     const Sequence& s = *sequences[r.seq];
-    const uint32_t n = CountNewWindows(s, r.n_rows);
-    n_tokens += r.n_rows;
+    const uint32_t n = CountNewWindows(s, r.n);
+    n_tokens += r.n;
     if (Chunked(s)) {
       chunk_windows += n;
       continue;

@@ -141,6 +141,21 @@ const kernels::RopeTable* KvCache::rope_table(uint32_t il) const {
 }
 
 SeqId KvCache::CreateSequence(uint32_t stream) { return impl_->CreateSequence(stream); }
+SeqId KvCache::BranchSequence(SeqId parent) { return impl_->BranchSequence(parent); }
+Status KvCache::MoveWindows(std::span<const WindowId> ids, SeqId to) {
+  impl_->FinishRestore();
+  return impl_->MoveWindows(ids, to);
+}
+Status KvCache::MergeSequence(SeqId from, SeqId into) {
+  impl_->FinishRestore();
+  return impl_->MergeSequence(from, into);
+}
+void KvCache::SetHidden(WindowId window, bool hidden) {
+  uint8_t& flags = impl_->windows[window].flags;
+  flags =
+      static_cast<uint8_t>(hidden ? flags | WindowRecord::kHidden : flags & ~WindowRecord::kHidden);
+}
+void KvCache::SetTail(TokenRef token) { impl_->SetTail(token); }
 
 std::vector<SeqId> KvCache::Sequences(uint32_t stream) const {
   std::vector<SeqId> ids;
@@ -157,6 +172,11 @@ void KvCache::Sequences(uint32_t stream, std::vector<SeqId>& ids) const {
   std::sort(ids.begin(), ids.end(), [&](SeqId a, SeqId b) {
     return impl_->sequences[a]->created < impl_->sequences[b]->created;
   });
+}
+
+bool KvCache::IsChain(SeqId seq) const {
+  const Sequence* s = impl_->Seq(seq);
+  return s && s->chain;
 }
 
 uint32_t KvCache::stream_of(SeqId seq) const {
@@ -179,6 +199,7 @@ WindowInfo KvCache::info(WindowId window) const {
   out.n_tokens = w.n_tokens;
   out.pos_stride = w.has(WindowRecord::kPositional) ? 1 : 0;
   out.sink = w.has(WindowRecord::kSink);
+  out.hidden = w.has(WindowRecord::kHidden);
   out.live = w.live;
   out.cells = impl_->CellsOf(window);
   return out;
@@ -193,6 +214,13 @@ TokenRef KvCache::lookup(uint32_t stream, uint32_t cell) const {
 
 bool KvCache::Holds(uint32_t stream, uint32_t cell) const {
   return stream < impl_->n_streams && impl_->Cell(stream, cell) != kNone;
+}
+
+SeqId KvCache::SequenceOf(uint32_t stream, uint32_t cell) const {
+  if (stream >= impl_->n_streams) return kNone;
+  const uint32_t code = impl_->Cell(stream, cell);
+  if (code == kNone) return kNone;
+  return Impl::IsToken(code) ? impl_->windows[code / kMaxWindow].seq : code & ~kEvictedMark;
 }
 
 uint64_t KvCache::n_tokens(SeqId seq) const {
@@ -214,10 +242,7 @@ Status KvCache::Append(std::span<const TokenSpec> tokens, std::vector<TokenRef>&
   refs.clear();
   impl_->FinishRestore();
   QEVICT_RETURN_IF_ERROR(impl_->CheckAppend(tokens));
-  for (size_t i = 0; i < tokens.size(); ++i) {
-    const bool first_of_step = i == 0 || tokens[i - 1].seq != tokens[i].seq;
-    refs.push_back(impl_->AppendOne(tokens[i], first_of_step));
-  }
+  for (const TokenSpec& token : tokens) refs.push_back(impl_->AppendOne(token));
   impl_->FinishChange();
   return {};
 }
@@ -236,6 +261,13 @@ void KvCache::Kill(uint32_t stream, uint32_t cell) {
   if (stream >= impl_->n_streams || impl_->Cell(stream, cell) == kNone) return;
   impl_->FinishRestore();
   impl_->ReleaseCell(stream, cell);
+  impl_->FinishChange();
+}
+
+void KvCache::Kill(uint32_t stream, std::span<const uint32_t> cells) {
+  if (stream >= impl_->n_streams || cells.empty()) return;
+  impl_->FinishRestore();
+  impl_->ReleaseCells(stream, cells);
   impl_->FinishChange();
 }
 
@@ -292,7 +324,7 @@ float KvCache::key_bias() const { return impl_->key_bias; }
 
 float KvCache::score(uint32_t il, WindowId window) const {
   const UnitRecord* unit = impl_->FindUnit(impl_->windows[window].seq, il, window);
-  return unit ? unit->score : 0.0f;
+  return unit ? unit->total_score() : 0.0f;
 }
 
 void KvCache::AddMass(uint32_t il, std::span<const WindowId> ids, const float* mass,
@@ -300,9 +332,19 @@ void KvCache::AddMass(uint32_t il, std::span<const WindowId> ids, const float* m
   impl_->AddMass(il, ids, mass, head_stride, n_heads, n_queries);
 }
 
-bool KvCache::NoteStep(SeqId seq, uint32_t n, bool decode) {
+bool KvCache::NoteStep(SeqId seq, uint32_t n, StepKind kind) {
   impl_->FinishRestore();
-  return impl_->NoteStep(seq, n, decode);
+  return impl_->NoteStep(seq, n, kind);
+}
+
+uint32_t KvCache::last_rows(SeqId seq) const {
+  const Sequence* s = impl_->Seq(seq);
+  return s ? s->last_rows : 0;
+}
+
+bool KvCache::decoded(SeqId seq) const {
+  const Sequence* s = impl_->Seq(seq);
+  return s && s->decoded;
 }
 
 /// With Config::check: what Validate finds wrong.
@@ -356,6 +398,8 @@ Status KvCache::PrepareStep(std::span<const StepRows> rows, ParallelFor& pool) {
   c.FinishChange();
   return status.ok() ? c.CheckSound() : status;
 }
+
+bool KvCache::overdrawn() const { return impl_->overdrawn; }
 
 bool KvCache::NeedsBoundedRoute(uint32_t il, SeqId seq) const {
   return impl_->NeedsBoundedRoute(il, seq);

@@ -47,7 +47,7 @@ inline constexpr uint32_t kMaxHeadDim = kernels::kMaxChannels;
 /// every layer.
 inline constexpr uint32_t kEvictedMark = 0x80000000u;
 /// First chunk of a prompt after decoding has begun: more rows than any speculation brings.
-inline constexpr uint32_t kMaxSpeculation = 32;
+inline constexpr uint32_t kMaxSpeculation = 64;
 inline constexpr size_t kPageBytes = 4096;
 
 /// When the system refuses memory. Short enough for a string to hold it without allocating.
@@ -81,7 +81,10 @@ class UnitSides {
 /// One window in one layer. Both sides have a block; neither has one only while a move is under way.
 struct UnitRecord : UnitSides {
   WindowId window = kNone;
-  float score = 0.0f;
+  float score = 0.0f;         // by generated rows
+  float prompt_score = 0.0f;  // by the prompt that is being read, or was read last
+
+  float total_score() const { return score + prompt_score; }
 
   bool full(Side s) const { return has(s) && rung(s) == kFullRung; }
   /// Both sides are full precision.
@@ -95,7 +98,7 @@ struct UnitRecord : UnitSides {
   bool pinned() const { return flag(Side::kValues); }
   void set_pinned(bool on) { set_flag(Side::kValues, on); }
 };
-static_assert(sizeof(UnitRecord) == 16);
+static_assert(sizeof(UnitRecord) == 20);
 
 /// Codes that are kept beside full precision; a side without them has no block.
 struct LedgerEntry : UnitSides {
@@ -112,6 +115,7 @@ struct WindowRecord {
   static constexpr uint8_t kSink = 1;
   static constexpr uint8_t kPositional = 2;
   static constexpr uint8_t kSealed = 4;  // packed or evicted somewhere: takes no more tokens
+  static constexpr uint8_t kHidden = 8;  // no row can see it any more: see KvCache::SetHidden
 
   uint32_t seq = kNone;  // free record: next free one
   uint32_t birth = kNone;
@@ -187,7 +191,11 @@ struct SequenceFacts {
   int32_t tail_pos = 0;
   uint32_t reserved = 0;      // tokens promised by the last Route and not appended yet
   uint32_t chunk_tokens = 0;  // longest prompt chunk so far
+  uint32_t last_rows = 0;     // of the last step
+  uint64_t round = 0;         // decode round that counted it last
+  uint64_t chunk_round = 0;   // decode round of its last prompt chunk
   bool had_tokens = false;
+  bool noted = false;  // a step has been noted
   bool prompt_phase = true;
   bool decoded = false;      // a decode step has been noted
   bool first_event = false;  // all layers have been routed once
@@ -205,6 +213,7 @@ struct Sequence : SequenceFacts {
   TokenRef tail;
 
   SequenceFacts& facts() { return *this; }
+  const SequenceFacts& facts() const { return *this; }
 };
 
 struct Stream {
@@ -251,12 +260,16 @@ struct FreedBlock {
 /// One sequence in the plan of one layer.
 struct SeqPlan {
   SeqId id = kNone;
-  uint32_t recents = 0;         // tokens that are protected
-  bool protect_tail = true;     // the open window, and room for the tokens that are promised
+  uint32_t recents = 0;       // tokens that are protected
+  bool protect_tail = true;   // the open window
+  bool keep_reserve = true;   // bytes for the tokens promised to it
   bool protect_sinks = true;
   uint64_t mandatory = 0;
   std::vector<Candidate> candidates;
-  std::vector<uint32_t> index;  // unit of each candidate
+  std::vector<uint32_t> index;   // unit of each candidate
+  std::vector<uint32_t> hidden;  // units that no row sees, oldest first
+
+  size_t n_units() const { return candidates.size() + hidden.size(); }
 };
 
 /// Rotations of a window's tokens as the forward pass made them; none without RoPE.
@@ -299,15 +312,18 @@ struct KvCache::Impl {
   uint32_t next_birth = 0;
   uint64_t clock = 0;
   int32_t max_pos = 0;
-  uint64_t unit_table_bytes = 0;  // capacity of all unit vectors and ledgers
-  CacheStats counters;            // events, promotions, ... and peaks
+  uint64_t unit_table_bytes = 0;      // capacity of all unit vectors and ledgers
+  CacheStats counters;                // events, promotions, ... and peaks
+  uint64_t decode_rounds = 0;         // decode steps of the sequence that has made most of them
+  std::vector<SeqId> step_sequences;  // that the step being prepared appends to
   bool limit_on = false;
+  bool overdrawn = false;  // the step in progress may exceed the limit: see MakeRoom
   bool routing_all = false;
   uint64_t pressure = 0;  // bytes that the event in progress must stay below its shares
 
   std::vector<uint8_t*> write_blocks;   // scratch of Write
   std::vector<UnitRecord*> mass_units;  // scratch of AddMass
-  std::vector<float> mass_scores;
+  std::vector<float> mass_scores, mass_others;
 
   std::unique_ptr<RestoreSession> restore;  // null between restores (restore.cc)
   struct {
@@ -376,12 +392,13 @@ struct KvCache::Impl {
   static bool IsToken(uint32_t code) { return (code & kEvictedMark) == 0; }
   static uint32_t CellCode(TokenRef ref) { return ref.window * kMaxWindow + ref.offset; }
   Status CheckAppend(std::span<const TokenSpec> tokens);
-  TokenRef AppendOne(const TokenSpec& t, bool first_of_step);
-  bool TakesBack(const TokenSpec& t, TokenRef held, bool first_of_step) const;
+  TokenRef AppendOne(const TokenSpec& t);
+  bool TakesBack(const TokenSpec& t, TokenRef held) const;
   void Truncate(const TokenSpec& t, TokenRef from);
   WindowId OpenWindowFor(Sequence& s, const TokenSpec& t);
   WindowId NewWindow(SeqId seq, int32_t pos, bool positional, bool sink);
   void ReleaseCell(uint32_t stream, uint32_t cell);
+  void ReleaseCells(uint32_t stream, std::span<const uint32_t> cells);
   void KillToken(TokenRef ref);
   void FreeWindow(WindowId w);
   void DropEvictedWindow(WindowId w);
@@ -396,6 +413,13 @@ struct KvCache::Impl {
     return window_cells.data() + size_t{w} * config.window;
   }
 
+  // branches.cc
+  SeqId BranchSequence(SeqId parent);
+  Status MoveWindows(std::span<const WindowId> ids, SeqId to);
+  Status MergeSequence(SeqId from, SeqId into);
+  void MoveUnits(std::span<const WindowId> ids, SeqId from, SeqId to);
+  void SetTail(TokenRef token);
+
   // budget.cc
   bool Routes() const { return config.preset != Preset::kFull; }
   bool Bounded() const { return config.EffectivePrefill() == Prefill::kBounded; }
@@ -404,7 +428,10 @@ struct KvCache::Impl {
   uint64_t TotalBudget() const;
   bool LimitWanted() const;
   bool LimitInForce() const { return limit_on && !routing_all && !restore; }
-  bool RoutedSequence(const Sequence& s) const { return Bounded() || s.first_event; }
+  bool RoutedSequence(const Sequence& s) const { return Bounded() || s.first_event || Stalled(s); }
+  bool Stalled(const Sequence& s) const {
+    return s.prompt_phase && decode_rounds >= s.chunk_round + config.EffectiveInterval();
+  }
   uint64_t TableBytes() const;
   uint64_t FixedTableBytes() const;
   uint64_t DormantBytes() const;
@@ -422,14 +449,19 @@ struct KvCache::Impl {
   bool FitsNext(std::span<const StepRows> rows) const;
 
   // routing.cc
-  bool NoteStep(SeqId seq, uint32_t n, bool decode);
+  bool NoteStep(SeqId seq, uint32_t n, StepKind kind);
+  void NoteRound(Sequence& s);
   Status PrepareStep(std::span<const StepRows> rows, ParallelFor& pool);
+  Status MakeRoom(std::span<const StepRows> rows, ParallelFor& pool);
+  Status RouteForRows(std::span<const StepRows> rows, ParallelFor& pool);
   bool GiveWay(std::vector<SeqPlan>& plans, SeqId self, uint64_t share, uint64_t& mandatory,
                uint32_t il);
   Status RouteChunk(uint32_t il, SeqId seq, uint32_t reserve, ParallelFor& pool);
   Status RouteLayers(SeqId seq, uint32_t reserve, ParallelFor& pool);
   void FitNow(SeqId seq);
   void KeepLastRows(Sequence& s, uint32_t n);
+  void FoldPromptScores(Sequence& s);
+  void UpdateUnitScores(const WindowMasses& masses);
   Status Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, ParallelFor& pool);
   Status RouteAll(SeqId seq, uint32_t reserve_tokens, ParallelFor& pool);
   Status CheckSound() const;
@@ -441,6 +473,8 @@ struct KvCache::Impl {
   bool AddMassToAll(uint32_t il, std::span<const WindowId> ids, const WindowMasses& masses);
   uint64_t UnitBytes(uint32_t il, const UnitRecord& u) const;
   void CollectCandidates(uint32_t il, SeqPlan& plan);
+  void PlanSequence(uint32_t il, const SeqPlan& plan, uint64_t history,
+                    std::vector<UnitMove>& moves);
   template <typename F>
   SeqPlan* LongestIdle(std::vector<SeqPlan>& plans, const F& has) const;
   uint32_t FirstRecentBirth(const Sequence& s, uint32_t recents) const;

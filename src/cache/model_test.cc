@@ -65,7 +65,7 @@ class ModelTest : public testing::TestWithParam<Variant> {
   void Step(SeqId seq, uint32_t n, bool decode, bool positional) {
     const uint32_t stream = cache().stream_of(seq);
     const uint64_t id = engine_->first_id_;
-    const StepRows rows{seq, n, decode};
+    const StepRows rows{seq, n, decode ? StepKind::kDecode : StepKind::kAuto};
     Status status = cache().PrepareStep({&rows, 1}, engine_->pool());
     ASSERT_TRUE(status.ok()) << status.message();
     const std::vector<TokenSpec> tokens = engine_->NextTokens(seq, n, positional);

@@ -190,7 +190,7 @@ Status KvCache::Impl::RestoreToken(uint32_t cell, const RowRecord* record, uint6
           "budget's RoPE tables");
     const bool positional = known && (place.flags & RowRecord::kPositional) != 0;
     const int32_t pos = place.pos0 + place.offset;
-    ref = AppendOne({restore->seq, cell, positional ? pos : 0, positional}, false);
+    ref = AppendOne({restore->seq, cell, positional ? pos : 0, positional});
     return {};
   }
   ref = {id, place.offset};

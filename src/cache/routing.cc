@@ -7,18 +7,24 @@
 // A policy (MakePlan) answers where each candidate shall be; commit.cc moves them.
 // If mandatory bytes exceed the share, protection is given up: recents of other sequences, longest
 // idle first, then more (GiveWay). An event never fails because of the budget.
+#include <cmath>
+
 #include "cache/kv_cache_impl.h"
 #include "cache/restore.h"
 #include "policy/rankers.h"
 
 namespace qevict {
-bool KvCache::Impl::NoteStep(SeqId seq, uint32_t n, bool decode) {
+
+bool KvCache::Impl::NoteStep(SeqId seq, uint32_t n, StepKind kind) {
   Sequence* s = Seq(seq);
   if (!s || n == 0) return false;
   s->activity = ++clock;
   s->event_step = false;
+  s->noted = true;
+  s->last_rows = n;
   if (!Routes()) return false;
-  const bool generates = decode || (s->decoded && n <= kMaxSpeculation);
+  const bool generates =
+      kind == StepKind::kDecode || (kind == StepKind::kAuto && s->decoded && n <= kMaxSpeculation);
   bool due = false;
   if (generates) {
     const uint64_t interval = config.EffectiveInterval();
@@ -31,26 +37,47 @@ bool KvCache::Impl::NoteStep(SeqId seq, uint32_t n, bool decode) {
     s->chunk_tokens = 0;  // the next prompt may come in shorter chunks
     s->decoded = true;
     s->prompt_phase = false;
+    NoteRound(*s);
   } else {
+    if (!s->prompt_phase) FoldPromptScores(*s);
     s->prompt_phase = true;
     KeepLastRows(*s, n);
     s->chunk_tokens = std::max(s->chunk_tokens, n);
+    s->chunk_round = decode_rounds;
     s->reserved = 0;
+    UpdateLimit();  // a first prompt suspends it
   }
-  const StepRows rows{seq, n, decode};
+  const StepRows rows{seq, n, kind};
   if (!due && LimitWanted() && RoutedSequence(*s)) due = !FitsNext({&rows, 1});
   s->event_step = due;
   return due;
 }
 
-/// init_rows = m: scores of a prompt come from its last m rows, but its end is not known. A chunk
-/// of n rows replaces what earlier ones left, except for the share of the m - n rows before it.
+/// A round ends when a sequence that it has counted makes another step.
+void KvCache::Impl::NoteRound(Sequence& s) {
+  if (s.round == decode_rounds) ++decode_rounds;
+  s.round = decode_rounds;
+}
+
+/// A new prompt begins: what the last one gave counts among what has been earned from now on.
+void KvCache::Impl::FoldPromptScores(Sequence& s) {
+  for (LayerSeq& layer : s.layers) {
+    for (UnitRecord& u : layer.units) {
+      u.score = u.total_score();
+      u.prompt_score = 0.0f;
+    }
+  }
+}
+
+/// init_rows = m: a prompt's scores come from its last m rows, but its end is not known. A chunk of
+/// n rows replaces what earlier ones of the same prompt left, except for the share of the m - n
+/// rows before it.
 void KvCache::Impl::KeepLastRows(Sequence& s, uint32_t n) {
   if (config.init_rows == 0 || config.score == ScoreKind::kKeyNorm) return;
   const uint32_t m = config.init_rows;
   const float kept = n >= m ? 0.0f : static_cast<float>(m - n) / static_cast<float>(m);
   for (LayerSeq& layer : s.layers) {
-    for (UnitRecord& u : layer.units) u.score *= kept;
+    for (UnitRecord& u : layer.units) u.prompt_score *= kept;
   }
 }
 
@@ -63,11 +90,37 @@ bool KvCache::Impl::AddMassToAll(uint32_t il, std::span<const WindowId> ids,
   const auto same = [](const UnitRecord& u, WindowId id) { return u.window == id; };
   if (!std::equal(units.begin(), units.end(), ids.begin(), ids.end(), same)) return false;
   if (config.event_scores && !sequences[seq]->event_step) return true;
-  mass_scores.resize(ids.size());
-  for (size_t i = 0; i < ids.size(); ++i) mass_scores[i] = units[i].score;
-  UpdateScores(config, masses, mass_scores);
-  for (size_t i = 0; i < ids.size(); ++i) units[i].score = mass_scores[i];
+  mass_units.resize(ids.size());
+  for (size_t i = 0; i < ids.size(); ++i) mass_units[i] = &units[i];
+  UpdateUnitScores(masses);
   return true;
+}
+
+/// Adds masses to the scores of mass_units (null: none) that their sequences' phases say. The other
+/// sum of a unit gets nothing, which is all it needs unless scores decay.
+void KvCache::Impl::UpdateUnitScores(const WindowMasses& masses) {
+  mass_scores.assign(mass_units.size(), 0.0f);
+  mass_others.assign(config.score == ScoreKind::kEma ? mass_units.size() : 0, 0.0f);
+  const auto in_prompt = [&](const UnitRecord& u) {
+    return sequences[windows[u.window].seq]->prompt_phase;
+  };
+  for (size_t i = 0; i < mass_units.size(); ++i) {
+    if (!mass_units[i]) continue;
+    const UnitRecord& u = *mass_units[i];
+    const bool prompt = in_prompt(u);
+    mass_scores[i] = prompt ? u.prompt_score : u.score;
+    if (!mass_others.empty()) mass_others[i] = prompt ? u.score : u.prompt_score;
+  }
+  UpdateScores(config, masses, mass_scores);
+  const float kept = static_cast<float>(
+      std::pow(config.ema_lambda, static_cast<double>(masses.n_rows) * masses.repeat));
+  for (size_t i = 0; i < mass_units.size(); ++i) {
+    if (!mass_units[i]) continue;
+    UnitRecord& u = *mass_units[i];
+    const bool prompt = in_prompt(u);
+    (prompt ? u.prompt_score : u.score) = mass_scores[i];
+    if (!mass_others.empty()) (prompt ? u.score : u.prompt_score) = mass_others[i] * kept;
+  }
 }
 
 void KvCache::Impl::AddMass(uint32_t il, std::span<const WindowId> ids, const float* mass,
@@ -77,7 +130,6 @@ void KvCache::Impl::AddMass(uint32_t il, std::span<const WindowId> ids, const fl
   if (config.event_scores) masses.repeat = config.EffectiveInterval();
   if (AddMassToAll(il, ids, masses)) return;
   mass_units.assign(ids.size(), nullptr);
-  mass_scores.assign(ids.size(), 0.0f);
   size_t at = 0;
   SeqId seq = kNone;
   for (size_t i = 0; i < ids.size(); ++i) {
@@ -94,12 +146,8 @@ void KvCache::Impl::AddMass(uint32_t il, std::span<const WindowId> ids, const fl
     if (!u) continue;
     at = static_cast<size_t>(u - units.data()) + 1;
     mass_units[i] = u;
-    mass_scores[i] = u->score;
   }
-  UpdateScores(config, masses, mass_scores);
-  for (size_t i = 0; i < ids.size(); ++i) {
-    if (mass_units[i]) mass_units[i]->score = mass_scores[i];
-  }
+  UpdateUnitScores(masses);
 }
 
 uint64_t KvCache::Impl::UnitBytes(uint32_t il, const UnitRecord& u) const {
@@ -114,14 +162,19 @@ uint64_t KvCache::Impl::UnitBytes(uint32_t il, const UnitRecord& u) const {
   return bytes;
 }
 
-/// Birth of the oldest window that belongs to the recents.
+/// Birth of the oldest window that belongs to the recents; hidden ones behind it do not.
 uint32_t KvCache::Impl::FirstRecentBirth(const Sequence& s, uint32_t recents) const {
   const size_t n_protected = (recents + config.window - 1) / config.window;
   uint32_t first = kNone;
   uint64_t newer = 0;
+  size_t n_hidden = 0;
   for (size_t i = s.windows.size(); i-- > 0;) {
     const WindowRecord& w = windows[s.windows[i]];
-    const size_t rank = s.windows.size() - 1 - i;
+    if (w.has(WindowRecord::kHidden)) {
+      ++n_hidden;
+      continue;
+    }
+    const size_t rank = s.windows.size() - 1 - i - n_hidden;
     const bool open = rank == 0 && w.n_tokens < config.window && !w.has(WindowRecord::kSealed);
     const bool recent =
         config.local_mode == LocalMode::kAligned ? newer < recents : rank < n_protected;
@@ -157,13 +210,18 @@ void KvCache::Impl::CollectCandidates(uint32_t il, SeqPlan& plan) {
   plan.mandatory = 0;
   plan.candidates.clear();
   plan.index.clear();
-  if (plan.protect_tail && !Chunked(s)) {
+  plan.hidden.clear();
+  if (plan.keep_reserve && !Chunked(s)) {
     plan.mandatory += CountNewWindows(s, s.reserved) * full_cost;
   }
   std::vector<UnitRecord>& units = s.layers[il].units;
   for (uint32_t i = 0; i < units.size(); ++i) {
     UnitRecord& u = units[i];
     const WindowRecord& w = windows[u.window];
+    if (w.has(WindowRecord::kHidden)) {
+      plan.hidden.push_back(i);
+      continue;
+    }
     if ((w.has(WindowRecord::kSink) && plan.protect_sinks) || w.birth >= first_recent) {
       plan.mandatory += UnitBytes(il, u);
       continue;
@@ -171,8 +229,9 @@ void KvCache::Impl::CollectCandidates(uint32_t il, SeqPlan& plan) {
     if (config.score == ScoreKind::kKeyNorm && u.full(Side::kKeys) && !u.dormant()) {
       ScoreByKeyNorm(il, u);
     }
-    plan.candidates.push_back({w.birth, u.score, u.full() ? Tier::kFull : Tier::kPacked,
-                               u.holds_codes() || u.dormant(), static_cast<uint32_t>(plan.candidates.size())});
+    plan.candidates.push_back({w.birth, u.total_score(), u.full() ? Tier::kFull : Tier::kPacked,
+                               u.holds_codes() || u.dormant(),
+                               static_cast<uint32_t>(plan.candidates.size())});
     plan.index.push_back(i);
   }
 }
@@ -188,24 +247,56 @@ SeqPlan* KvCache::Impl::LongestIdle(std::vector<SeqPlan>& plans, const F& has) c
   return idle;
 }
 
+/// Where the history of one sequence shall be. What no row sees keeps the bytes that are left when
+/// everything else is in full precision, the newest first.
+void KvCache::Impl::PlanSequence(uint32_t il, const SeqPlan& p, uint64_t history,
+                                 std::vector<UnitMove>& moves) {
+  const UnitCosts costs = StoreOf(il).costs();
+  const std::vector<UnitRecord>& units = sequences[p.id]->layers[il].units;
+  uint64_t visible = 0;
+  for (const uint32_t i : p.index) visible += std::max(costs.full_bytes, UnitBytes(il, units[i]));
+  uint64_t left = history > visible ? history - visible : 0;
+  for (size_t k = p.hidden.size(); k-- > 0;) {
+    const uint32_t i = p.hidden[k];
+    const uint64_t bytes = UnitBytes(il, units[i]);
+    if (bytes > left) {
+      moves.push_back({p.id, i, kGone, kGone});
+      left = 0;
+    } else {
+      left -= bytes;
+      history -= bytes;
+    }
+  }
+  const Plan plan = MakePlan({p.candidates, costs, history}, config);
+  for (size_t i = 0; i < p.candidates.size(); ++i) {
+    const Tier tier = plan.placements[i].tier;
+    const Rung rung = tier == Tier::kFull ? kFullRung : tier == Tier::kPacked ? Rung{1} : kGone;
+    moves.push_back({p.id, p.index[i], rung, rung, plan.placements[i].pinned});
+  }
+}
+
 /// One sequence gives up some of its protection: first recents and the open window of others, then
-/// their sinks, longest idle first; then half of the recents of `self`, last its sinks. False if
-/// there is nothing left to give.
+/// their sinks, longest idle first; then half of the recents of `self`, last its open window, the
+/// bytes promised to it and its sinks. False if there is nothing left to give.
 bool KvCache::Impl::GiveWay(std::vector<SeqPlan>& plans, SeqId self, uint64_t share,
                             uint64_t& mandatory, uint32_t il) {
   if (mandatory <= share) return false;
-  SeqPlan* plan = LongestIdle(
-      plans, [self](const SeqPlan& p) { return p.id != self && p.protect_tail; });
-  if (plan) {
+  const auto idle = [&](const auto& has) { return LongestIdle(plans, has); };
+  SeqPlan* plan = nullptr;
+  if ((plan = idle([self](const SeqPlan& p) { return p.id != self && p.protect_tail; }))) {
     plan->recents = 0;
     plan->protect_tail = false;
-  } else if ((plan = LongestIdle(plans, [self](const SeqPlan& p) {
-                return p.id != self && p.protect_sinks;
-              }))) {
+    plan->keep_reserve =
+        std::find(step_sequences.begin(), step_sequences.end(), plan->id) != step_sequences.end();
+  } else if ((plan = idle([self](const SeqPlan& p) { return p.id != self && p.protect_sinks; }))) {
     plan->protect_sinks = false;
-  } else if ((plan = LongestIdle(plans, [](const SeqPlan& p) { return p.recents > 0; }))) {
+  } else if ((plan = idle([](const SeqPlan& p) { return p.recents > 0; }))) {
     plan->recents /= 2;
-  } else if ((plan = LongestIdle(plans, [](const SeqPlan& p) { return p.protect_sinks; }))) {
+  } else if ((plan = idle([](const SeqPlan& p) { return p.protect_tail; }))) {
+    plan->protect_tail = false;
+  } else if ((plan = idle([](const SeqPlan& p) { return p.keep_reserve; }))) {
+    plan->keep_reserve = false;
+  } else if ((plan = idle([](const SeqPlan& p) { return p.protect_sinks; }))) {
     plan->protect_sinks = false;
   } else {
     return false;
@@ -243,18 +334,13 @@ Status KvCache::Impl::Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, Par
   const uint64_t for_history = share > mandatory ? share - mandatory : 0;
 
   uint64_t n_candidates = 0;
-  for (const SeqPlan& p : plans) n_candidates += p.candidates.size();
+  for (const SeqPlan& p : plans) n_candidates += p.n_units();
   std::vector<UnitMove> moves;
   for (const SeqPlan& p : plans) {
-    if (p.candidates.empty() || n_candidates == 0) continue;
-    const uint64_t history = for_history / n_candidates * p.candidates.size() +
-                             for_history % n_candidates * p.candidates.size() / n_candidates;
-    const Plan plan = MakePlan({p.candidates, StoreOf(il).costs(), history}, config);
-    for (size_t i = 0; i < p.candidates.size(); ++i) {
-      const Tier tier = plan.placements[i].tier;
-      const Rung rung = tier == Tier::kFull ? kFullRung : tier == Tier::kPacked ? Rung{1} : kGone;
-      moves.push_back({p.id, p.index[i], rung, rung, plan.placements[i].pinned});
-    }
+    if (p.n_units() == 0 || n_candidates == 0) continue;
+    const uint64_t history = for_history / n_candidates * p.n_units() +
+                             for_history % n_candidates * p.n_units() / n_candidates;
+    PlanSequence(il, p, history, moves);
   }
   QEVICT_RETURN_IF_ERROR(Commit(il, moves, pool));
   self->layers[il].routed = true;
@@ -289,6 +375,7 @@ Status KvCache::Impl::RouteAll(SeqId seq, uint32_t reserve_tokens, ParallelFor& 
     Impl& cache;
     ~Scope() { cache.pressure = 0; }
   } scope{*this};
+  overdrawn = false;
   QEVICT_RETURN_IF_ERROR(RouteLayers(seq, reserve_tokens, pool));
   if (!LimitWanted() || !Seq(seq)) return {};
   const uint32_t own = sequences[seq]->stream;
@@ -297,7 +384,7 @@ Status KvCache::Impl::RouteAll(SeqId seq, uint32_t reserve_tokens, ParallelFor& 
     QEVICT_RETURN_IF_ERROR(RouteLayers(id, sequences[id]->reserved, pool));
   }
   for (int i = 0; i < kAttempts && Seq(seq); ++i) {
-    const StepRows next{seq, reserve_tokens, !Chunked(*sequences[seq])};
+    const StepRows next{seq, reserve_tokens};
     const uint64_t needed = HeldBytes() + StepGrowth({&next, 1});
     if (needed <= Limit()) break;
     pressure += needed - Limit() + kPageBytes;
@@ -317,31 +404,61 @@ void KvCache::Impl::FitNow(SeqId seq) {
   }
 }
 
-/// Everything that must happen before rows are appended: events that are due, and room for all of
-/// them together.
-Status KvCache::Impl::PrepareStep(std::span<const StepRows> rows, ParallelFor& pool) {
-  constexpr int kAttempts = 8;
-  const auto reserve = [this](const StepRows& r) {
-    return std::max(r.n_rows, config.EffectiveInterval());
+/// An event for each domain of the step, its sequences asked for what they are about to append.
+Status KvCache::Impl::RouteForRows(std::span<const StepRows> rows, ParallelFor& pool) {
+  const auto same_domain = [&](const StepRows& a, const StepRows& b) {
+    return config.budget_bytes > 0 || sequences[a.seq]->stream == sequences[b.seq]->stream;
   };
-  for (const StepRows& r : rows) {
-    if (!NoteStep(r.seq, r.n_rows, r.decode)) continue;
-    QEVICT_RETURN_IF_ERROR(RouteAll(r.seq, reserve(r), pool));
-    if (Routes()) ++counters.events;
-  }
-  struct Scope {
-    Impl& cache;
-    ~Scope() { cache.pressure = 0; }
-  } scope{*this};
-  for (int i = 0; i < kAttempts && LimitWanted() && !FitsNext(rows); ++i) {
-    const StepRows& widest = *std::max_element(
-        rows.begin(), rows.end(),
-        [](const StepRows& a, const StepRows& b) { return a.n_rows < b.n_rows; });
-    pressure += HeldBytes() + StepGrowth(rows) - Limit() + kPageBytes;
-    QEVICT_RETURN_IF_ERROR(RouteLayers(widest.seq, reserve(widest), pool));
-    if (i == 0 && Routes()) ++counters.events;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const auto earlier = rows.first(i);
+    if (std::any_of(earlier.begin(), earlier.end(),
+                    [&](const StepRows& r) { return same_domain(r, rows[i]); })) {
+      continue;
+    }
+    const Sequence& s = *sequences[rows[i].seq];
+    QEVICT_RETURN_IF_ERROR(
+        RouteLayers(rows[i].seq, Chunked(s) ? rows[i].n : s.reserved, pool));
+    ++counters.events;
   }
   return {};
+}
+
+/// Events until the rows of a step fit together: an open window may be given up, and is needed anew
+/// then.
+Status KvCache::Impl::MakeRoom(std::span<const StepRows> rows, ParallelFor& pool) {
+  constexpr int kAttempts = 8;
+  overdrawn = false;
+  if (!Routes() || rows.empty()) return {};
+  UpdateLimit();
+  if (!LimitWanted() || FitsNext(rows)) return {};
+  struct Scope {
+    Impl& cache;
+    ~Scope() {
+      cache.pressure = 0;
+      cache.step_sequences.clear();
+    }
+  } scope{*this};
+  for (const StepRows& r : rows) {
+    Sequence& s = *sequences[r.seq];
+    step_sequences.push_back(r.seq);
+    if (!Chunked(s)) s.reserved = std::max(s.reserved, r.n);
+  }
+  for (int i = 0; i < kAttempts && !FitsNext(rows); ++i) {
+    pressure += HeldBytes() + StepGrowth(rows) - Limit() + kPageBytes;
+    QEVICT_RETURN_IF_ERROR(RouteForRows(rows, pool));
+  }
+  overdrawn = !FitsNext(rows);
+  UpdateLimit();
+  return {};
+}
+
+Status KvCache::Impl::PrepareStep(std::span<const StepRows> rows, ParallelFor& pool) {
+  for (const StepRows& r : rows) {
+    if (!NoteStep(r.seq, r.n, r.kind)) continue;
+    QEVICT_RETURN_IF_ERROR(RouteAll(r.seq, std::max(r.n, config.EffectiveInterval()), pool));
+    if (Routes()) ++counters.events;
+  }
+  return MakeRoom(rows, pool);
 }
 
 /// One layer of a prompt chunk. After the last one what pages and tables took beyond the shares is

@@ -60,7 +60,7 @@ TEST(NoteStepTest, SpeculationCountsItsRowsAsSteps) {
   EXPECT_TRUE(e.cache().NoteStep(seq, 4, false));   // 1...4 crosses 3
   EXPECT_FALSE(e.cache().NoteStep(seq, 5, false));  // 5...9
   EXPECT_TRUE(e.cache().NoteStep(seq, 3, false));   // 10...12 crosses 11
-  EXPECT_FALSE(e.cache().NoteStep(seq, 33, false)) << "a new prompt chunk is no decode step";
+  EXPECT_FALSE(e.cache().NoteStep(seq, 65, false)) << "a new prompt chunk is no decode step";
 }
 
 TEST(NoteStepTest, FullPresetNeverRoutes) {
@@ -288,7 +288,8 @@ TEST(RouteTest, WhatIsProtectedShrinksWhenTheBudgetCannotHoldIt) {
   const Status status = e.cache().RouteAll(seq, 400, e.pool());
   ASSERT_TRUE(status.ok()) << status.message();
   e.ExpectSound();
-  ASSERT_TRUE(e.Decode(seq, 100).ok());
+  const Status decoded = e.Decode(seq, 100);
+  ASSERT_TRUE(decoded.ok()) << decoded.message();
   e.ExpectSound();
 }
 

@@ -63,7 +63,11 @@ void KvCache::Impl::SplitWindow(WindowId id, uint32_t live, int32_t delta) {
   windows[part].pos0 += delta;
   windows[id].live &= ~live;
   std::copy_n(CellsOf(id), config.window, CellsOf(part));
-  for (const WindowId w : s.windows) windows[w].birth = next_birth++;  // order, anew
+  for (WindowRecord& w : windows) {  // behind `id` in every list: branches share windows
+    if (w.in_use() && w.birth > windows[id].birth) ++w.birth;
+  }
+  windows[part].birth = windows[id].birth + 1;
+  ++next_birth;
   for (uint32_t t = 0; t < config.window; ++t) {
     if ((live >> t) & 1u) SetCell(s.stream, CellsOf(part)[t], CellCode({part, t}));
   }

@@ -116,7 +116,7 @@ bool KvCache::Impl::FillRow(uint32_t il, uint32_t stream, uint32_t cell, Side si
     if (room) WriteRowHeader(record, row);
     return false;
   }
-  record.score = u->score;
+  record.score = u->total_score();
   if (!u->full(side)) {
     record.kind = side == Side::kKeys ? RowKind::kPackedK : RowKind::kPackedV;
     record.n_shares = static_cast<uint8_t>(std::popcount(w.live));

@@ -114,7 +114,7 @@ class Engine {
 
   /// One step of one sequence, as the plug-in runs it.
   Status Step(SeqId seq, uint32_t n, bool decode) {
-    const StepRows rows{seq, n, decode};
+    const StepRows rows{seq, n, decode ? StepKind::kDecode : StepKind::kAuto};
     const uint64_t before = cache_->Stats().events;
     QEVICT_RETURN_IF_ERROR(cache_->PrepareStep({&rows, 1}, *pool_));
     n_due += cache_->Stats().events - before;

@@ -2,8 +2,10 @@
 //
 // Rollback (speculative decoding, an edited prompt): a token written over its own sequence's cell
 // at the same or an earlier position takes the sequence back to there, and everything after it is
-// dead. Dead tokens at the end of the last window are cut off, so that it goes on. A sealed window
-// (packed or evicted in some layer) takes no tokens.
+// dead. (Engines that show masks say so themselves: they kill what was overwritten before they
+// append, hide what may have been taken back, and name the token that goes on.) Dead tokens at the
+// end of the last window are cut off, so that it goes on. A sealed window (packed or evicted in
+// some layer) takes no tokens, and neither does a hidden one.
 #include <bit>
 
 #include "cache/kv_cache_impl.h"
@@ -48,8 +50,11 @@ uint32_t KvCache::Impl::CountNewWindows(const Sequence& s, uint32_t n) const {
   };
   if (!s.windows.empty()) {
     const WindowRecord& w = windows[s.windows.back()];
-    if (!w.has(WindowRecord::kSealed)) {
-      uint64_t room = w_len - w.n_tokens;
+    const uint32_t kept = 32 - static_cast<uint32_t>(std::countl_zero(w.live));
+    const bool goes_on = s.tail.window == s.windows.back() && s.tail.offset + 1 == kept;
+    if (goes_on && !w.has(WindowRecord::kSealed) && !w.has(WindowRecord::kHidden)) {
+      uint64_t room = w_len - kept;
+      appended -= std::min<uint64_t>(appended, w.n_tokens - kept);
       if (w.has(WindowRecord::kSink)) {
         room = std::min<uint64_t>(room, config.sinks > appended ? config.sinks - appended : 0);
       }
@@ -87,20 +92,13 @@ Status KvCache::Impl::CheckAppend(std::span<const TokenSpec> tokens) {
 
 /// True if writing `t` over its sequence's own token `held` takes the sequence back to there. A
 /// ring of cells (sliding window) overwrites tokens too, but older ones: their positions lie before
-/// t.pos. Without positions only the first token of a step can take back, and only as far as
-/// speculation goes. What was restored into a shared stream may belong to several sequences of the
-/// host: there a token says nothing about those behind it.
-bool KvCache::Impl::TakesBack(const TokenSpec& t, TokenRef held, bool first_of_step) const {
+/// t.pos. Without positions nothing can be told: a hole that a context shift has left is filled
+/// alike. What was restored into a shared stream may belong to several sequences of the host: there
+/// a token says nothing about those behind it.
+bool KvCache::Impl::TakesBack(const TokenSpec& t, TokenRef held) const {
   const WindowRecord& w = windows[held.window];
   if (w.seq != t.seq || !sequences[t.seq]->chain) return false;
-  if (t.positional && w.has(WindowRecord::kPositional)) return w.PosOf(held.offset) >= t.pos;
-  if (!first_of_step) return false;
-  const std::vector<WindowId>& ids = sequences[t.seq]->windows;
-  uint32_t behind = w.n_tokens - held.offset;
-  for (size_t i = ids.size(); i-- > 0 && ids[i] != held.window && behind <= kMaxSpeculation;) {
-    behind += windows[ids[i]].n_tokens;
-  }
-  return behind <= kMaxSpeculation;
+  return t.positional && w.has(WindowRecord::kPositional) && w.PosOf(held.offset) >= t.pos;
 }
 
 /// Kills `from` and the tokens behind it that `t` replaces: those without positions, and those at
@@ -124,7 +122,7 @@ WindowId KvCache::Impl::OpenWindowFor(Sequence& s, const TokenSpec& t) {
   if (s.windows.empty()) return kNone;
   const WindowId id = s.windows.back();
   WindowRecord& w = windows[id];
-  if (w.has(WindowRecord::kSealed)) return kNone;
+  if (w.has(WindowRecord::kSealed) || w.has(WindowRecord::kHidden)) return kNone;
   if (w.has(WindowRecord::kPositional) != t.positional) return kNone;
   const uint32_t kept =
       32 - static_cast<uint32_t>(std::countl_zero(w.live));  // dead tail is cut off
@@ -162,12 +160,12 @@ WindowId KvCache::Impl::NewWindow(SeqId seq, int32_t pos, bool positional, bool 
   return id;
 }
 
-TokenRef KvCache::Impl::AppendOne(const TokenSpec& t, bool first_of_step) {
+TokenRef KvCache::Impl::AppendOne(const TokenSpec& t) {
   Sequence& s = *sequences[t.seq];
   const uint32_t held = Cell(s.stream, t.cell);
   if (held != kNone && IsToken(held)) {
     const TokenRef old{held / kMaxWindow, held % kMaxWindow};
-    if (TakesBack(t, old, first_of_step)) Truncate(t, old);
+    if (TakesBack(t, old)) Truncate(t, old);
   }
   ReleaseCell(s.stream, t.cell);
   WindowId id = OpenWindowFor(s, t);
@@ -204,8 +202,27 @@ void KvCache::Impl::KillToken(TokenRef ref) {
   SetCell(s.stream, CellsOf(ref.window)[ref.offset], kNone);
   w.live &= ~(1u << ref.offset);
   --s.live;
-  if (s.tail.window == ref.window && s.tail.offset == ref.offset) s.tail = {};
+  if (s.tail.window == ref.window && s.tail.offset == ref.offset) {
+    const uint32_t before = w.live & ((1u << ref.offset) - 1);
+    s.tail = {};
+    if (before != 0) s.tail = {ref.window, 31u - static_cast<uint32_t>(std::countl_zero(before))};
+    if (before != 0) s.tail_pos = w.PosOf(s.tail.offset);
+  }
   if (w.live == 0) FreeWindow(ref.window);
+}
+
+/// Newest first: what ends a sequence leaves its lists from their ends.
+void KvCache::Impl::ReleaseCells(uint32_t stream, std::span<const uint32_t> cells) {
+  std::vector<std::pair<uint64_t, uint32_t>> order;  // (birth, offset), cell
+  order.reserve(cells.size());
+  for (const uint32_t cell : cells) {
+    const uint32_t held = Cell(stream, cell);
+    if (held == kNone) continue;
+    const uint64_t birth = IsToken(held) ? windows[held / kMaxWindow].birth : 0;
+    order.emplace_back(birth * kMaxWindow + held % kMaxWindow, cell);
+  }
+  std::sort(order.rbegin(), order.rend());
+  for (const auto& [at, cell] : order) ReleaseCell(stream, cell);
 }
 
 /// Frees the blocks of a unit and its record.
@@ -258,7 +275,7 @@ void KvCache::Impl::ReleaseRecord(WindowId id) {
 
 void KvCache::Impl::DropSequenceIfDead(SeqId id) {
   const Sequence* s = Seq(id);
-  if (s && s->live == 0 && s->had_tokens) DropSequence(id);
+  if (s && s->empty() && s->had_tokens) DropSequence(id);
 }
 
 /// Forgets a sequence and all its tokens.

@@ -201,7 +201,7 @@ Status CacheGroup::FlashAttention(const ggml_tensor* op, OmpPool& pool) {
   // Layers share a mask as a rule, but need not (sliding windows in some layers of one cache).
   if (!step_open_ || masks_.empty() || op->src[3] != mask_tensor_) {
     cache_->FinishRestore();
-    if (!step_open_) seq_rows_.clear();  // a graph that writes nothing
+    if (!step_open_) sequences_.Clear();  // a graph that writes nothing
     ReadMask(op);
     step_open_ = true;
     grouped_ = false;

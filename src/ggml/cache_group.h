@@ -21,6 +21,7 @@
 #include "ggml/mask.h"
 #include "ggml/omp_pool.h"
 #include "ggml/reused.h"
+#include "ggml/sequences.h"
 #include "kernels/attention.h"
 #include "qevict/cache.h"
 
@@ -122,14 +123,12 @@ class CacheGroup {
   int FindLayer(const ggml_tensor* root) const;
   Status BeginStep(const ggml_tensor* op, const ggml_cgraph* graph, OmpPool& pool);
   Status ReadTokens(const ggml_tensor* op, size_t n);
+  void ReadMasks(const ggml_cgraph* graph);
   void ReadMask(const ggml_tensor* flash_attn);
-  Status InferSequences();
-  SeqId SequenceOfRow(uint32_t stream, const MaskBits* mask, size_t first, uint32_t row);
-  SeqId SequenceByMask(uint32_t stream, const MaskBits& mask, uint32_t row, uint32_t own_cell);
   void DropCellsBeyond(uint32_t stream, uint32_t n_kv);
-  void DropOverwritten();
   Status RouteDue(OmpPool& pool);
   void WarnOfKeyBias();
+  void WarnOfBudget();
   void BuildRowGroups();
   void NoteSeen(uint32_t stream_index);
   void AddWindows(SeqId seq, RowGroup& group) const;
@@ -139,7 +138,6 @@ class CacheGroup {
   Status SetLayers();
   /// Fails if rows of the step see tokens that could not be restored or copied.
   Status CheckLost() const;
-  SeqId NewSequence(uint32_t stream, size_t n_known);
   Status SetLayerRope(const LayerBinding& layer);
   Status SetLayerStatistics(const LayerBinding& layer);
   Status CheckAttention(const ggml_tensor* op) const;
@@ -170,7 +168,7 @@ class CacheGroup {
 
   // The current step.
   bool step_open_ = false;
-  bool warned_of_key_bias_ = false;
+  bool warned_of_key_bias_ = false, warned_of_budget_ = false;
   bool grouped_ = false;            ///< row groups are built (needs the mask)
   std::vector<uint8_t> k_written_;  ///< per layer
   std::vector<TokenSpec> tokens_;
@@ -181,12 +179,9 @@ class CacheGroup {
   uint32_t first_stream_ = 0;  ///< of the step's attention; masks_[i] belongs to first_stream_ + i
   uint32_t rows_per_stream_ = 0;
   Reused<RowGroup> groups_;
-  struct SeqRows {
-    SeqId seq;
-    uint32_t rows;
-    bool decode;
-  };
-  std::vector<SeqRows> seq_rows_;
+  bool one_mask_ = true;  ///< of all layers of the step
+  SequenceReader sequences_;
+  std::vector<StepRows> demands_;  // of the step
 
   // Whole-cache operations that arrive tensor by tensor: a tensor that comes again begins the next
   // operation.

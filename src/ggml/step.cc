@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <numeric>
 
 #include "ggml-impl.h"
 #include "ggml/cache_group.h"
@@ -66,16 +67,10 @@ Status CacheGroup::BeginStep(const ggml_tensor* op, const ggml_cgraph* graph, Om
   grouped_ = false;
   masks_.clear();
   QEVICT_RETURN_IF_ERROR(ReadTokens(op, static_cast<size_t>(op->src[0]->ne[1])));
-  for (int i = 0; i < graph->n_nodes; ++i) {
-    const ggml_tensor* node = graph->nodes[i];
-    if (node->op == GGML_OP_FLASH_ATTN_EXT && Owns(Root(node->src[1]))) {
-      ReadMask(node);
-      break;
-    }
-  }
+  ReadMasks(graph);
   QEVICT_RETURN_IF_ERROR(CheckLost());
-  QEVICT_RETURN_IF_ERROR(InferSequences());
-  DropOverwritten();
+  sequences_.Read(*cache_, n_streams_ > 1,
+                  {tokens_, token_stream_, &masks_, first_stream_, rows_per_stream_, one_mask_});
   QEVICT_RETURN_IF_ERROR(RouteDue(pool));
   QEVICT_RETURN_IF_ERROR(cache_->Append(tokens_, refs_));
   step_open_ = true;
@@ -111,6 +106,17 @@ Status CacheGroup::ReadTokens(const ggml_tensor* op, size_t n) {
   return {};
 }
 
+// The first attention's mask tells the sequences; layers that have another one see other windows.
+void CacheGroup::ReadMasks(const ggml_cgraph* graph) {
+  one_mask_ = true;
+  for (int i = 0; i < graph->n_nodes; ++i) {
+    const ggml_tensor* node = graph->nodes[i];
+    if (node->op != GGML_OP_FLASH_ATTN_EXT || !Owns(Root(node->src[1]))) continue;
+    if (masks_.empty()) ReadMask(node);
+    one_mask_ = one_mask_ && node->src[3] == mask_tensor_;
+  }
+}
+
 void CacheGroup::ReadMask(const ggml_tensor* flash_attn) {
   const ScopedTimer timer(timers_.mask_ns);
   const ggml_tensor* q = flash_attn->src[0];
@@ -131,131 +137,36 @@ void CacheGroup::ReadMask(const ggml_tensor* flash_attn) {
 
 // llama.cpp shows cells up to the highest one in use: what lies beyond has been removed there.
 void CacheGroup::DropCellsBeyond(uint32_t stream, uint32_t n_kv) {
-  for (uint32_t cell = n_kv; cell < highest_cell_[stream]; ++cell) cache_->Kill(stream, cell);
-  highest_cell_[stream] = std::min(highest_cell_[stream], n_kv);
-}
-
-// Tokens of other sequences whose cells this step takes over have been removed by the host without
-// a word: they must not count against the step, nor keep the limit of their sequence in force.
-void CacheGroup::DropOverwritten() {
-  for (size_t i = 0; i < tokens_.size(); ++i) {
-    const TokenRef held = cache_->lookup(token_stream_[i], tokens_[i].cell);
-    if (held.window != kNone && cache_->info(held.window).seq != tokens_[i].seq)
-      cache_->Kill(token_stream_[i], tokens_[i].cell);
-  }
-}
-
-// --- Sequences
-// ---------------------------------------------------------------------------------------------------------
-
-Status CacheGroup::InferSequences() {
-  seq_rows_.clear();
-  const size_t n = tokens_.size();
-  const size_t per_stream = masks_.empty() ? n : rows_per_stream_;
-  for (size_t i = 0; i < n; ++i) {
-    const uint32_t stream = token_stream_[i];
-    const size_t stream_index = masks_.empty() ? 0 : i / per_stream;
-    const MaskBits* mask = stream_index < masks_.size() ? &masks_[stream_index] : nullptr;
-    const size_t first = stream_index * per_stream;
-    const SeqId seq = SequenceOfRow(stream, mask, first, static_cast<uint32_t>(i - first));
-    tokens_[i].seq = seq;
-    auto entry = std::find_if(seq_rows_.begin(), seq_rows_.end(),
-                              [seq](const SeqRows& r) { return r.seq == seq; });
-    if (entry == seq_rows_.end()) entry = seq_rows_.insert(entry, {seq, 0, false});
-    ++entry->rows;
-  }
-  return {};
-}
-
-// With several streams a stream is a sequence. In a unified cache the mask tells: a token follows
-// the newest token that its row sees, in this batch or in the cache.
-SeqId CacheGroup::SequenceOfRow(uint32_t stream, const MaskBits* mask, size_t first, uint32_t row) {
-  const TokenSpec& token = tokens_[first + row];
-  std::vector<SeqId>& sequences = sequences_scratch_;
-  cache_->Sequences(stream, sequences);
-  if (n_streams_ > 1) {
-    for (size_t i = 0; i < first + row; ++i) {
-      if (token_stream_[i] == stream) return tokens_[i].seq;
-    }
-    return sequences.empty() ? cache_->CreateSequence(stream) : sequences.back();
-  }
-  for (uint32_t r = row; r-- > 0;) {
-    const TokenSpec& earlier = tokens_[first + r];
-    const bool follows = mask ? mask->test(row, earlier.cell) : earlier.pos + 1 == token.pos;
-    if (follows) return earlier.seq;
-  }
-  if (mask) {
-    const SeqId seq = SequenceByMask(stream, *mask, row, token.cell);
-    return seq == kNone ? NewSequence(stream, first + row) : seq;
-  }
-  for (const SeqId seq : sequences) {
-    if (cache_->tail_pos(seq) + 1 == token.pos) return seq;
-  }
-  return NewSequence(stream, first + row);
-}
-
-/// A sequence without tokens: one that a refused step has left, or a new one. Sequences of the
-/// first `n_known` tokens of this step are taken.
-SeqId CacheGroup::NewSequence(uint32_t stream, size_t n_known) {
-  cache_->Sequences(stream, sequences_scratch_);
-  for (const SeqId seq : sequences_scratch_) {
-    const auto taken = [seq](const TokenSpec& t) { return t.seq == seq; };
-    const auto known = tokens_.begin() + static_cast<std::ptrdiff_t>(n_known);
-    if (cache_->n_tokens(seq) == 0 && std::none_of(tokens_.begin(), known, taken)) return seq;
-  }
-  return cache_->CreateSequence(stream);
-}
-
-SeqId CacheGroup::SequenceByMask(uint32_t stream, const MaskBits& mask, uint32_t row,
-                                 uint32_t own_cell) {
-  WindowId newest = kNone;
-  uint32_t newest_birth = 0, newest_offset = 0;
-  SeqId newest_seq = kNone;
-  cache_->Sequences(stream, sequences_scratch_);
-  for (const SeqId seq : sequences_scratch_) {
-    const std::span<const WindowId> windows = cache_->windows(seq);
-    // The newest visible token of a sequence is near its end, except after a rollback.
-    for (size_t w = windows.size(); w-- > 0;) {
-      const WindowInfo info = cache_->info(windows[w]);
-      if (newest != kNone && info.birth < newest_birth) break;
-      uint32_t t = info.n_tokens;
-      while (t-- > 0) {
-        if ((info.live >> t & 1u) && info.cells[t] != own_cell && mask.test(row, info.cells[t]))
-          break;
-      }
-      if (t == UINT32_MAX) continue;
-      newest = windows[w];
-      newest_birth = info.birth;
-      newest_offset = t;
-      newest_seq = seq;
-      break;
-    }
-  }
-  if (newest == kNone) return kNone;
-  const bool last = cache_->windows(newest_seq).back() == newest &&
-                    cache_->info(newest).live >> newest_offset == 1u;
-  if (last) return newest_seq;
-  // There are tokens behind it: they were taken back (its cells are being rewritten), or this is
-  // another branch of a shared prefix.
-  const TokenRef own = cache_->lookup(stream, own_cell);
-  const bool rewritten = own.window != kNone && cache_->info(own.window).seq == newest_seq;
-  return rewritten ? newest_seq : kNone;
+  if (highest_cell_[stream] <= n_kv) return;
+  std::vector<uint32_t> cells(highest_cell_[stream] - n_kv);
+  std::iota(cells.begin(), cells.end(), n_kv);
+  cache_->Kill(stream, cells);
+  highest_cell_[stream] = n_kv;
 }
 
 // --- Routing
 // -----------------------------------------------------------------------------------------------------------
 
 Status CacheGroup::RouteDue(OmpPool& pool) {
-  for (SeqRows& entry : seq_rows_) {
-    entry.decode = phase_ == 2 || (phase_ == 0 && entry.rows == 1);
-    const bool due = cache_->NoteStep(entry.seq, entry.rows, entry.decode);
-    if (!due) continue;
-    const ScopedTimer timer(timers_.route_ns);
-    const uint32_t reserve = std::max(entry.rows, config_.EffectiveInterval());
-    QEVICT_RETURN_IF_ERROR(cache_->RouteAll(entry.seq, reserve, pool));
-    WarnOfKeyBias();
-  }
+  sequences_.NotePhases(phase_);
+  demands_.clear();
+  for (const SeqRows& entry : sequences_.rows())
+    demands_.push_back({entry.seq, entry.rows, entry.kind});
+  const ScopedTimer timer(timers_.route_ns);
+  QEVICT_RETURN_IF_ERROR(cache_->PrepareStep(demands_, pool));
+  if (cache_->overdrawn()) WarnOfBudget();
+  WarnOfKeyBias();
   return {};
+}
+
+void CacheGroup::WarnOfBudget() {
+  if (warned_of_budget_) return;
+  warned_of_budget_ = true;
+  LogWarn(
+      "the budget is too small for what must stay (first tokens, tokens being generated, a "
+      "prompt's "
+      "chunk): some steps exceed it. Raise the budget, or lower the chunk size (-ub) or the number "
+      "of sequences");
 }
 
 /// A codec that has no place for a key bias answers, but nonsense.
@@ -271,12 +182,14 @@ void CacheGroup::WarnOfKeyBias() {
 }
 
 Status CacheGroup::BoundedRoute(const LayerBinding& layer, OmpPool& pool) {
-  for (const SeqRows& entry : seq_rows_) {
-    for (uint32_t part = 0; part < layer.n_parts && !entry.decode; ++part) {
+  for (const SeqRows& entry : sequences_.rows()) {
+    for (uint32_t part = 0; part < layer.n_parts; ++part) {
       const uint32_t cache_layer = layer.first_cache_layer + part;
       if (!cache_->NeedsBoundedRoute(cache_layer, entry.seq)) continue;
       const ScopedTimer timer(timers_.route_ns);
-      QEVICT_RETURN_IF_ERROR(cache_->Route(cache_layer, entry.seq, entry.rows, pool));
+      const Status status = cache_->Route(cache_layer, entry.seq, entry.rows, pool);
+      if (!status.ok() && status.code() != StatusCode::kResourceExhausted) return status;
+      if (!status.ok()) WarnOfBudget();
       WarnOfKeyBias();
     }
   }
