@@ -373,6 +373,43 @@ TEST(RouteTest, EventScoresCountOnlyStepsWithAnEvent) {
   EXPECT_EQ(e.cache().score(0, second), 8.0f);
 }
 
+// A second turn adds to what the first one and its answer have earned.
+TEST(NoteStepTest, ASecondPromptErasesNothing) {
+  for (const uint32_t rows : {40u, 64u, 65u, 512u}) {
+    Engine e(SmallConfig(300), TwoLayers(), 1, 2048);
+    e.masses = false;
+    const SeqId seq = e.NewSequence(0);
+    ASSERT_TRUE(e.Prompt(seq, 100, 100).ok());
+    AddScores(e, 0, seq, {1.0f, 1.0f, 1.0f});
+    ASSERT_TRUE(e.Decode(seq, 1).ok());
+    AddScores(e, 0, seq, {0.0f, 2.0f, 0.0f});
+    const WindowId second = e.cache().windows(seq)[1], third = e.cache().windows(seq)[2];
+    (void)e.cache().NoteStep(seq, rows, StepKind::kPrompt);
+    EXPECT_EQ(e.cache().score(0, second), 3.0f) << rows;
+    EXPECT_EQ(e.cache().score(0, third), 1.0f) << rows;
+    // The prompt's own chunks replace one another; what came before it stays.
+    AddScores(e, 0, seq, {0.0f, 5.0f, 0.0f});
+    EXPECT_EQ(e.cache().score(0, second), 8.0f) << rows;
+    (void)e.cache().NoteStep(seq, 64, StepKind::kPrompt);
+    EXPECT_EQ(e.cache().score(0, second), 3.0f) << rows;
+  }
+}
+
+TEST(NoteStepTest, LongDraftsAreNoPrompts) {
+  Config config = SmallConfig(300);
+  config.score = ScoreKind::kEma;
+  Engine e(config, TwoLayers(), 1, 2048);
+  e.masses = false;
+  const SeqId seq = e.NewSequence(0);
+  ASSERT_TRUE(e.Prompt(seq, 100, 100).ok());
+  ASSERT_TRUE(e.Decode(seq, 1).ok());
+  AddScores(e, 0, seq, {1.0f, 1.0f});
+  const WindowId second = e.cache().windows(seq)[1];
+  const float before = e.cache().score(0, second);
+  EXPECT_TRUE(e.cache().NoteStep(seq, 64, false)) << "64 steps cross an event";
+  EXPECT_EQ(e.cache().score(0, second), before);
+}
+
 TEST(NoteStepTest, InitRowsKeepWhatTheLastPromptRowsLeft) {
   Config config = SmallConfig(300);
   config.init_rows = 40;

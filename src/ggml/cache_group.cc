@@ -342,7 +342,7 @@ Status CacheGroup::CheckLost() const {
       for (uint32_t cell = 0; cell < here.size(); ++cell) {
         if (here[cell] || !masks_[s].test(row, cell)) continue;
         return FailedPrecondition("stream " + std::to_string(stream) +
-                                  " lacks tokens that were to be restored or copied (" +
+                                  " lacks tokens that were to be restored, copied or moved (" +
                                   lost_[stream] +
                                   "): remove the sequence and read its prompt again");
       }
@@ -351,7 +351,26 @@ Status CacheGroup::CheckLost() const {
   return {};
 }
 
+// The host logs a refused shift and goes on as if the keys had moved.
 Status CacheGroup::ShiftRope(const ggml_tensor* op, OmpPool& pool) {
+  Status status = Guarded([&] { return ShiftKeys(op, pool); });
+  if (status.ok() || !cache_) return status;
+  const auto* delta = static_cast<const int32_t*>(op->src[1]->data);
+  std::vector<uint32_t> cells;
+  for (uint32_t stream = 0; stream < n_streams_; ++stream) {
+    cells.clear();
+    for (uint32_t cell = 0; cell < n_cells_; ++cell) {
+      if (delta[size_t{stream} * n_cells_ + cell] != 0) cells.push_back(cell);
+    }
+    if (cells.empty()) continue;
+    cache_->Kill(stream, cells);
+    lost_[stream] = "their positions could not be shifted: " + status.message();
+  }
+  shifted_.clear();
+  return status;
+}
+
+Status CacheGroup::ShiftKeys(const ggml_tensor* op, OmpPool& pool) {
   const int il = FindLayer(Root(op));
   if (il < 0 || layers_[static_cast<size_t>(il)].v == Root(op))
     return Unimplemented("RoPE over cached values is not supported");

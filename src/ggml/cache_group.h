@@ -121,6 +121,7 @@ class CacheGroup {
 
  private:
   int FindLayer(const ggml_tensor* root) const;
+  Status ShiftKeys(const ggml_tensor* op, OmpPool& pool);
   Status BeginStep(const ggml_tensor* op, const ggml_cgraph* graph, OmpPool& pool);
   Status ReadTokens(const ggml_tensor* op, size_t n);
   void ReadMasks(const ggml_cgraph* graph);
@@ -136,7 +137,7 @@ class CacheGroup {
   Status BoundedRoute(const LayerBinding& layer, OmpPool& pool);
   /// RoPE and statistics of the layers whose RoPE is known.
   Status SetLayers();
-  /// Fails if rows of the step see tokens that could not be restored or copied.
+  /// Fails if rows of the step see tokens that could not be restored, copied or moved.
   Status CheckLost() const;
   Status SetLayerRope(const LayerBinding& layer);
   Status SetLayerStatistics(const LayerBinding& layer);

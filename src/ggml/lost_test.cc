@@ -90,6 +90,35 @@ TEST(LostTest, ACopyThatTheBudgetRefusedFailsTheNextStep) {
   ExpectHeld(RunHeld(twin, TokensOf(0, 410, 1)), "the original");
 }
 
+// The host logs the refusal, decodes on, and asks for the same shift before every step.
+TEST(LostTest, ARefusedShiftFailsTheNextStep) {
+  CacheSpec spec = Spec();
+  for (LayerSpec& layer : spec.layers) {
+    layer.rope.freq_scale = 0.5f;
+    layer.rope.ext_factor = 1.0f;
+    layer.rope.attn_factor = 1.2f;
+  }
+  Twin twin(spec, "preset=qevict,codec=wf,budget=25%");
+  ExpectHeld(RunHeld(twin, TokensOf(0, 0, 200), false), "prompt");
+  for (int32_t pos = 200; pos < 220; ++pos) {
+    ExpectHeld(RunHeld(twin, TokensOf(0, pos, 1), false), "answer");
+  }
+  ASSERT_GT(twin.ours.stats().packed_tokens, 0u);
+  twin.cells.Remove(0, 4, 64);
+  twin.cells.Shift(0, 64, -1, -60);
+  const std::vector<int32_t> shifts = twin.cells.TakeShifts();
+  for (int step = 0; step < 2; ++step) {
+    const LogCapture log;
+    EXPECT_NE(twin.ours.Shift(shifts), GGML_STATUS_SUCCESS);
+    EXPECT_EQ(twin.RunInput(twin.Input(TokensOf(0, 160, 1))).status, GGML_STATUS_FAILED);
+    EXPECT_THAT(log.errors(), Contains(HasSubstr("could not be shifted")));
+    twin.cells.Remove(0, 160);
+  }
+  twin.cells.Remove(0, 0);
+  ExpectHeld(RunHeld(twin, TokensOf(0, 0, 50), false), "the prompt anew");
+  EXPECT_THAT(twin.ours.cache()->Validate(), IsEmpty());
+}
+
 TEST(LostTest, RefusedStepsLeaveNoSequences) {
   Twin twin(Spec(), "preset=qevict,budget=50%,check=1");
   ExpectHeld(RunHeld(twin, TokensOf(0, 0, 100)), "a sequence");
