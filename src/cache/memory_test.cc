@@ -115,7 +115,7 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"KiviLater", "budget=95%,budget_tokens=300,q=0.3", 40, true},
         Case{"ZipCacheFirst", "budget=90%,budget_tokens=280,codec=zipcache,bits=2", 0, false},
         Case{"KvquantFirst", "budget=90%,budget_tokens=280,codec=kvquant,bits=2", 0, false},
-        Case{"KvquantLater", "budget=95%,budget_tokens=300,codec=kvquant,bits=2,q=0.4", 40, true},
+        Case{"KvquantLater", "budget=95%,budget_tokens=300,codec=kvquant,bits=2,q=0.3", 40, true},
         Case{"WaterFillFirst", "budget=95%,budget_tokens=280,codec=wf,bits=2", 0, false},
         Case{"WaterFillLater", "budget=95%,budget_tokens=320,codec=wf,bits=2,q=0.4", 40, true}),
     [](const auto& param) { return std::string(param.param.name); });

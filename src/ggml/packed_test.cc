@@ -89,7 +89,7 @@ INSTANTIATE_TEST_SUITE_P(
                       Setting{"wf2", "preset=qevict,budget=30%,codec=wf"},
                       Setting{"wf3perhead", "preset=qevict,budget=30%,codec=wf,bits=3,per_head=1"},
                       Setting{"wflayers",
-                              "preset=qevict,budget=30%,codec=wf,window=16,"
+                              "preset=qevict,budget=40%,codec=wf,window=16,"
                               "layer_bits=0:0.5/3;1:4/1.25"},
                       Setting{"kivi3", "preset=qevict,budget=40%,bits=3"},
                       Setting{"kivipost", "preset=pack,budget=90%,codec=kivi_post,window=32"},
@@ -137,7 +137,7 @@ class LineageTest : public ::testing::TestWithParam<Lineage> {};
 TEST_P(LineageTest, CodesAreUnrotatedKeys) {
   CacheSpec spec = Spec(1);
   spec.layers[0].rope = GetParam().rope;
-  Twin twin(spec, "preset=qevict,budget=30%");
+  Twin twin(spec, "preset=qevict,budget=40%");
   std::vector<float> keys;  // by cell, before RoPE
   for (const uint32_t n : {200u, 100u, 1u}) {
     const StepInput in = twin.Input(TokensOf(0, static_cast<int32_t>(keys.size() / 128), n));
