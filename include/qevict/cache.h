@@ -28,7 +28,6 @@
 
 #include "qevict/config.h"
 #include "qevict/ladder.h"
-#include "qevict/policy.h"
 #include "qevict/stats.h"
 #include "qevict/status.h"
 

@@ -34,6 +34,7 @@
 #include "codecs/water_fill.h"
 #include "kernels/attention.h"
 #include "kernels/rope_table.h"
+#include "policy/history.h"
 #include "qevict/cache.h"
 #include "qevict/ladder.h"
 #include "store/block_pool.h"
@@ -160,7 +161,7 @@ struct ShapeStore {
     return kUnitBytes + BlockCost(Side::kKeys, k) + BlockCost(Side::kValues, v);
   }
   /// M_f, and M_q of the first packed rung.
-  UnitCosts costs() const { return {UnitCost(0, 0), rungs.size() > 1 ? UnitCost(1, 1) : 0}; }
+  HistoryCosts costs() const { return {UnitCost(0, 0), rungs.size() > 1 ? UnitCost(1, 1) : 0}; }
 };
 
 struct LayerState {

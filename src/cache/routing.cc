@@ -4,7 +4,7 @@
 //   share      bytes the layer may hold (budget.cc)
 //   mandatory  sinks, recents and promised tokens of every sequence of the domain
 //   history    share - mandatory, split over the sequences by their number of candidates
-// A policy (MakePlan) answers where each candidate shall be; commit.cc moves them.
+// A policy (PlanHistory) answers where each candidate shall be; commit.cc moves them.
 // If mandatory bytes exceed the share, protection is given up: recents of other sequences, longest
 // idle first, then more (GiveWay). An event never fails because of the budget.
 #include <cmath>
@@ -251,7 +251,7 @@ SeqPlan* KvCache::Impl::LongestIdle(std::vector<SeqPlan>& plans, const F& has) c
 /// everything else is in full precision, the newest first.
 void KvCache::Impl::PlanSequence(uint32_t il, const SeqPlan& p, uint64_t history,
                                  std::vector<UnitMove>& moves) {
-  const UnitCosts costs = StoreOf(il).costs();
+  const HistoryCosts costs = StoreOf(il).costs();
   const std::vector<UnitRecord>& units = sequences[p.id]->layers[il].units;
   uint64_t visible = 0;
   for (const uint32_t i : p.index) visible += std::max(costs.full_bytes, UnitBytes(il, units[i]));
@@ -267,7 +267,7 @@ void KvCache::Impl::PlanSequence(uint32_t il, const SeqPlan& p, uint64_t history
       history -= bytes;
     }
   }
-  const Plan plan = MakePlan({p.candidates, costs, history}, config);
+  const HistoryPlan plan = PlanHistory({p.candidates, costs, history}, config);
   for (size_t i = 0; i < p.candidates.size(); ++i) {
     const Tier tier = plan.placements[i].tier;
     const Rung rung = tier == Tier::kFull ? kFullRung : tier == Tier::kPacked ? Rung{1} : kGone;

@@ -8,7 +8,7 @@
 #include "kernels/attention.h"  // before qevict/cache.h: GCC warns of enumerators named as its globals
 #include "kernels/rope_table.h"
 #include "qevict/cache.h"
-#include "qevict/policy.h"
+#include "policy/history.h"
 
 namespace qevict::cli {
 namespace {
@@ -118,7 +118,7 @@ class CachePlanner {
     const uint64_t full =
         l.n_kv_heads * kernels::FullHeadBytes(config_.window, l.head_dim, l.head_dim_v);
     const uint64_t packed = l.n_kv_heads * codecs::CodecBytes(config_, RowsOf(l)).total();
-    const UnitCosts costs{full + kUnitBytes, packed + kUnitBytes};
+    const HistoryCosts costs{full + kUnitBytes, packed + kUnitBytes};
     std::vector<Candidate> candidates;
     for (uint32_t i = 0; i < windows_.history; ++i) {
       candidates.push_back({i, 1.0f, Tier::kFull, false, i});
@@ -132,7 +132,7 @@ class CachePlanner {
         return TooSmall(mandatory * f16_token_bytes_ / F16TokenBytes(l) + fixed_);
       history = (share - mandatory) / n_sequences_;
     }
-    const Plan plan = MakePlan({candidates, costs, history}, config_);
+    const HistoryPlan plan = PlanHistory({candidates, costs, history}, config_);
     return Count(l, plan, full, packed);
   }
 

@@ -1,9 +1,9 @@
 // Preset -> planner. A new policy is one file with one function and one line here.
-#include "qevict/policy.h"
+#include "policy/history.h"
 
 namespace qevict {
 
-Plan MakePlan(const PlanInput& input, const Config& config) {
+HistoryPlan PlanHistory(const HistoryInput& input, const Config& config) {
   switch (config.preset) {
     case Preset::kStreaming:
       return PlanStreaming(input, config);
@@ -14,8 +14,8 @@ Plan MakePlan(const PlanInput& input, const Config& config) {
     case Preset::kFull:
       break;
   }
-  Plan plan;
-  plan.placements.assign(input.candidates.size(), Placement{Tier::kFull, false});
+  HistoryPlan plan;
+  plan.placements.assign(input.candidates.size(), HistoryPlacement{Tier::kFull, false});
   plan.n_full_capacity = input.candidates.size();
   return plan;
 }

@@ -1,12 +1,12 @@
 // Quantization alone, as KIVI (arXiv 2402.02750) and its kin do: whatever is neither sink nor
 // recent is packed, whether the budget binds or not. If even that does not fit, the oldest windows
 // are evicted. Scores play no part.
-#include "qevict/policy.h"
+#include "policy/history.h"
 
 namespace qevict {
 
-Plan PlanPack(const PlanInput& input, const Config&) {
-  Plan plan;
+HistoryPlan PlanPack(const HistoryInput& input, const Config&) {
+  HistoryPlan plan;
   plan.placements.resize(input.candidates.size());
   const uint64_t packed_bytes = input.costs.packed_bytes ? input.costs.packed_bytes : 1;
   plan.n_packed_capacity = input.history_bytes / packed_bytes;

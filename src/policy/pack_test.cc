@@ -2,15 +2,15 @@
 
 #include <vector>
 
-#include "qevict/policy.h"
+#include "policy/history.h"
 
 namespace qevict {
 namespace {
 
-Plan PlanFor(const std::vector<Candidate>& candidates, uint64_t history_bytes) {
+HistoryPlan PlanFor(const std::vector<Candidate>& candidates, uint64_t history_bytes) {
   Config config;
   config.preset = Preset::kPack;
-  return MakePlan({candidates, {100, 20}, history_bytes}, config);
+  return PlanHistory({candidates, {100, 20}, history_bytes}, config);
 }
 
 const std::vector<Candidate> kFour = {{0, 9.0f, Tier::kFull, false, 0},
@@ -19,12 +19,12 @@ const std::vector<Candidate> kFour = {{0, 9.0f, Tier::kFull, false, 0},
                                       {3, 0.0f, Tier::kFull, false, 3}};
 
 TEST(PackTest, EverythingIsPackedEvenIfItWouldFit) {
-  const Plan plan = PlanFor(kFour, 100000);
-  for (const Placement& p : plan.placements) EXPECT_EQ(p.tier, Tier::kPacked);
+  const HistoryPlan plan = PlanFor(kFour, 100000);
+  for (const HistoryPlacement& p : plan.placements) EXPECT_EQ(p.tier, Tier::kPacked);
 }
 
 TEST(PackTest, TheOldestAreEvictedIfPackedWindowsDoNotFit) {
-  const Plan plan = PlanFor(kFour, 59);
+  const HistoryPlan plan = PlanFor(kFour, 59);
   EXPECT_EQ(plan.n_packed_capacity, 2u);
   EXPECT_EQ(plan.placements[0].tier, Tier::kEvicted);
   EXPECT_EQ(plan.placements[1].tier, Tier::kEvicted);

@@ -1,4 +1,4 @@
-#include "qevict/policy.h"
+#include "policy/history.h"
 
 #include <gtest/gtest.h>
 
@@ -7,9 +7,9 @@
 namespace qevict {
 namespace {
 
-std::vector<Tier> Tiers(const Plan& plan) {
+std::vector<Tier> Tiers(const HistoryPlan& plan) {
   std::vector<Tier> tiers;
-  for (const Placement& p : plan.placements) tiers.push_back(p.tier);
+  for (const HistoryPlacement& p : plan.placements) tiers.push_back(p.tier);
   return tiers;
 }
 
@@ -24,7 +24,7 @@ constexpr Tier kF = Tier::kFull, kE = Tier::kEvicted;
 
 TEST(StreamingTest, KeepsTheNewestWhateverTheScores) {
   const std::vector<Candidate> c = Windows(4);
-  const Plan plan = PlanStreaming({c, {300, 100}, 799}, Config{});
+  const HistoryPlan plan = PlanStreaming({c, {300, 100}, 799}, Config{});
   EXPECT_EQ(Tiers(plan), (std::vector<Tier>{kE, kE, kF, kF}));
   EXPECT_EQ(plan.n_full_capacity, 2u);
   EXPECT_EQ(plan.n_packed_capacity, 0u);
@@ -46,15 +46,15 @@ TEST(StreamingTest, PaysForCodesThatAnotherPresetLeft) {
 
 TEST(MakePlanTest, DispatchesOnThePreset) {
   const std::vector<Candidate> c = Windows(3);
-  const PlanInput in{c, {300, 100}, 400};
+  const HistoryInput in{c, {300, 100}, 400};
   Config config;
   config.preset = Preset::kFull;
-  EXPECT_EQ(Tiers(MakePlan(in, config)), (std::vector<Tier>{kF, kF, kF}));
+  EXPECT_EQ(Tiers(PlanHistory(in, config)), (std::vector<Tier>{kF, kF, kF}));
   config.preset = Preset::kStreaming;
-  EXPECT_EQ(Tiers(MakePlan(in, config)), (std::vector<Tier>{kE, kE, kF}));
+  EXPECT_EQ(Tiers(PlanHistory(in, config)), (std::vector<Tier>{kE, kE, kF}));
   config.preset = Preset::kQEvict;
-  EXPECT_EQ(Tiers(MakePlan(in, config)), Tiers(PlanQEvict(in, config)));
-  EXPECT_EQ(Tiers(MakePlan(in, config)), (std::vector<Tier>{Tier::kPacked, Tier::kPacked, kE}));
+  EXPECT_EQ(Tiers(PlanHistory(in, config)), Tiers(PlanQEvict(in, config)));
+  EXPECT_EQ(Tiers(PlanHistory(in, config)), (std::vector<Tier>{Tier::kPacked, Tier::kPacked, kE}));
 }
 
 }  // namespace

@@ -34,7 +34,7 @@
 #include <cmath>
 #include <numeric>
 
-#include "qevict/policy.h"
+#include "policy/history.h"
 
 namespace qevict {
 namespace {
@@ -77,7 +77,7 @@ class RanksBefore {
 /// "saves" less than nothing.
 class Router {
  public:
-  Router(const PlanInput& input, const Config& config)
+  Router(const HistoryInput& input, const Config& config)
       : candidates_(input.candidates),
         config_(config),
         full_bytes_(Signed(input.costs.full_bytes, 1)),
@@ -91,9 +91,9 @@ class Router {
     plan_.n_packed_capacity = static_cast<uint64_t>(packed_share_ / packed_bytes_);
   }
 
-  Plan Route() {
+  HistoryPlan Route() {
     if (EverythingFitsInFull()) {
-      for (Placement& placement : plan_.placements) placement = {Tier::kFull, false};
+      for (HistoryPlacement& placement : plan_.placements) placement = {Tier::kFull, false};
       return std::move(plan_);
     }
     const size_t n_full = ChooseFull();
@@ -180,12 +180,12 @@ class Router {
   int64_t spent_ = 0;          // bytes of the placements so far
   bool f_is_short_ = false;    // F holds less than K_f because its dormant codes do not fit
   std::vector<size_t> order_;  // candidates, best first
-  Plan plan_;
+  HistoryPlan plan_;
 };
 
 }  // namespace
 
-Plan PlanQEvict(const PlanInput& input, const Config& config) {
+HistoryPlan PlanQEvict(const HistoryInput& input, const Config& config) {
   return Router(input, config).Route();
 }
 

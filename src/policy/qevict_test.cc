@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "qevict/policy.h"
+#include "policy/history.h"
 
 namespace qevict {
 namespace {
@@ -31,7 +31,7 @@ std::vector<Candidate> FullWindows(const std::vector<float>& scores) {
 }
 
 /// Window ids in a tier.
-std::vector<uint32_t> InTier(const std::vector<Candidate>& c, const Plan& plan, Tier tier) {
+std::vector<uint32_t> InTier(const std::vector<Candidate>& c, const HistoryPlan& plan, Tier tier) {
   std::vector<uint32_t> ids;
   for (size_t i = 0; i < c.size(); ++i) {
     if (plan.placements[i].tier == tier) ids.push_back(c[i].window);
@@ -42,7 +42,7 @@ std::vector<uint32_t> InTier(const std::vector<Candidate>& c, const Plan& plan, 
 using Ids = std::vector<uint32_t>;
 
 /// Bytes that a plan occupies: rows and codes, dormant ones if asked.
-uint64_t PlanBytes(const PlanInput& in, const Plan& plan, bool with_dormant) {
+uint64_t PlanBytes(const HistoryInput& in, const HistoryPlan& plan, bool with_dormant) {
   uint64_t total = 0;
   for (size_t i = 0; i < in.candidates.size(); ++i) {
     const Tier tier = plan.placements[i].tier;
@@ -56,7 +56,7 @@ uint64_t PlanBytes(const PlanInput& in, const Plan& plan, bool with_dormant) {
 
 // ---- Capacities: policies.md 5.4.2 ----
 
-UnitCosts LlamaCosts(uint32_t bits, uint64_t meta) {
+HistoryCosts LlamaCosts(uint32_t bits, uint64_t meta) {
   const uint64_t heads = 8, d = 128, w = 8;
   return {4 * heads * d * w, 2 * heads * d * w * bits / 8 + 4 * heads * d + 4 * heads * w + meta};
 }
@@ -76,7 +76,7 @@ TEST(QEvictTest, CapacityTable) {
     const uint64_t history = (budget_tokens - 5 - 32) * 4096;
     EXPECT_EQ(history, r.history);
     const auto capacity = [&](uint32_t bits, uint64_t meta) {
-      const Plan plan = PlanQEvict({{}, LlamaCosts(bits, meta), history}, QEvict());
+      const HistoryPlan plan = PlanQEvict({{}, LlamaCosts(bits, meta), history}, QEvict());
       return std::pair(plan.n_full_capacity, plan.n_packed_capacity);
     };
     EXPECT_EQ(capacity(2, 0), std::pair(r.k_f, r.k_q));
@@ -88,7 +88,7 @@ TEST(QEvictTest, CapacityTable) {
 
 TEST(QEvictTest, CapacitiesSurviveHugeBudgets) {
   const uint64_t history = uint64_t{1} << 59;
-  const Plan plan = PlanQEvict({{}, {1 << 20, 1 << 18}, history}, QEvict(1000));
+  const HistoryPlan plan = PlanQEvict({{}, {1 << 20, 1 << 18}, history}, QEvict(1000));
   EXPECT_EQ(plan.n_full_capacity, 0u);
   EXPECT_EQ(plan.n_packed_capacity, uint64_t{1} << 41);
 }
@@ -105,7 +105,7 @@ struct Simulation {
   std::map<uint32_t, Window> windows;
   std::set<uint32_t> quantized;  // in all events
   std::vector<Candidate> candidates;
-  Plan plan;
+  HistoryPlan plan;
 
   void Event(const Config& config) {
     candidates.clear();
@@ -183,9 +183,9 @@ TEST(QEvictTest, SpecificationEventsWithDormantCodesCharged) {
 
 TEST(QEvictTest, EverythingStaysFullUntilTheBudgetBinds) {
   const std::vector<Candidate> c = FullWindows({1, 2, 3, 4});
-  const Plan fits = PlanQEvict({c, {300, 100}, 1200}, QEvict());
+  const HistoryPlan fits = PlanQEvict({c, {300, 100}, 1200}, QEvict());
   EXPECT_EQ(InTier(c, fits, Tier::kFull), (Ids{0, 1, 2, 3}));
-  const Plan binds = PlanQEvict({c, {300, 100}, 1199}, QEvict());
+  const HistoryPlan binds = PlanQEvict({c, {300, 100}, 1199}, QEvict());
   EXPECT_EQ(InTier(c, binds, Tier::kFull), Ids{3});
   EXPECT_EQ(InTier(c, binds, Tier::kPacked), (Ids{0, 1, 2}));
 }
@@ -201,24 +201,24 @@ TEST(QEvictTest, NothingIsEvictedWhileCapacitiesCoverAll) {
   std::vector<Candidate> c = FullWindows({5, 4, 3, 2, 1});
   c[4].tier = Tier::kPacked;
   c[4].has_codes = true;
-  const Plan plan = PlanQEvict({c, {300, 100}, 3000}, QEvict());  // K_f = 3, K_q = 21
+  const HistoryPlan plan = PlanQEvict({c, {300, 100}, 3000}, QEvict());  // K_f = 3, K_q = 21
   EXPECT_EQ(InTier(c, plan, Tier::kFull), (Ids{0, 1, 2}));
   EXPECT_EQ(InTier(c, plan, Tier::kPacked), (Ids{3, 4}));
 }
 
 TEST(QEvictTest, ZeroHistoryEvictsAll) {
   const std::vector<Candidate> c = FullWindows({1, 2, 3});
-  const Plan plan = PlanQEvict({c, {300, 100}, 0}, QEvict());
+  const HistoryPlan plan = PlanQEvict({c, {300, 100}, 0}, QEvict());
   EXPECT_EQ(InTier(c, plan, Tier::kEvicted), (Ids{0, 1, 2}));
   EXPECT_TRUE(PlanQEvict({{}, {300, 100}, 0}, QEvict()).placements.empty());
 }
 
 TEST(QEvictTest, ShareZeroAndOne) {
   const std::vector<Candidate> c = FullWindows({1, 5, 3, 4, 2});
-  const Plan none_packed = PlanQEvict({c, {300, 100}, 600}, QEvict(0));
+  const HistoryPlan none_packed = PlanQEvict({c, {300, 100}, 600}, QEvict(0));
   EXPECT_EQ(InTier(c, none_packed, Tier::kFull), (Ids{1, 3}));
   EXPECT_EQ(InTier(c, none_packed, Tier::kEvicted), (Ids{0, 2, 4}));
-  const Plan none_full = PlanQEvict({c, {300, 100}, 400}, QEvict(1000));
+  const HistoryPlan none_full = PlanQEvict({c, {300, 100}, 400}, QEvict(1000));
   EXPECT_EQ(InTier(c, none_full, Tier::kFull), Ids{});
   EXPECT_EQ(InTier(c, none_full, Tier::kPacked), (Ids{1, 2, 3, 4}));
 }
@@ -229,7 +229,7 @@ TEST(QEvictTest, TiesGoToTheIncumbentThenToTheOlder) {
     c[i].tier = Tier::kPacked;
     c[i].has_codes = true;
   }
-  const Plan plan = PlanQEvict({c, {300, 100}, 500}, QEvict(400));  // K_f = 1, K_q = 2
+  const HistoryPlan plan = PlanQEvict({c, {300, 100}, 500}, QEvict(400));  // K_f = 1, K_q = 2
   EXPECT_EQ(InTier(c, plan, Tier::kFull), Ids{2});
   EXPECT_EQ(InTier(c, plan, Tier::kPacked), (Ids{0, 1}));
 }
@@ -237,14 +237,14 @@ TEST(QEvictTest, TiesGoToTheIncumbentThenToTheOlder) {
 TEST(QEvictTest, OrderDecidesTiesNotTheId) {
   std::vector<Candidate> c = FullWindows({1, 1, 1, 1});
   for (uint32_t i = 0; i < 4; ++i) c[i].window = 100 - i;
-  const Plan plan = PlanQEvict({c, {300, 100}, 500}, QEvict(400));
+  const HistoryPlan plan = PlanQEvict({c, {300, 100}, 500}, QEvict(400));
   EXPECT_EQ(InTier(c, plan, Tier::kFull), Ids{100});
 }
 
 TEST(QEvictTest, NaNRanksLast) {
   const std::vector<Candidate> c =
       FullWindows({kNaN, -1e30f, kNaN, -std::numeric_limits<float>::infinity(), 0});
-  const Plan plan = PlanQEvict({c, {300, 100}, 500}, QEvict(400));
+  const HistoryPlan plan = PlanQEvict({c, {300, 100}, 500}, QEvict(400));
   EXPECT_EQ(InTier(c, plan, Tier::kFull), Ids{4});
   EXPECT_EQ(InTier(c, plan, Tier::kPacked), (Ids{1, 3}));
   const std::vector<Candidate> all_nan = FullWindows({kNaN, kNaN, kNaN, kNaN});
@@ -260,7 +260,7 @@ TEST(QEvictTest, WithoutPromotionPackedWindowsStayPacked) {
     c[i].tier = Tier::kPacked;
     c[i].has_codes = true;
   }
-  Plan plan = PlanQEvict({c, {300, 100}, 500}, config);
+  HistoryPlan plan = PlanQEvict({c, {300, 100}, 500}, config);
   EXPECT_EQ(InTier(c, plan, Tier::kFull), Ids{3});
   EXPECT_EQ(InTier(c, plan, Tier::kPacked), (Ids{0, 1}));
   EXPECT_EQ(InTier(c, plan, Tier::kEvicted), Ids{2});
@@ -276,7 +276,7 @@ TEST(QEvictTest, PinnedWindowsBuyPackedOnes) {
   std::vector<Candidate> c = FullWindows({9, 8, 7, 6, 5, 4});
   c[0].tier = Tier::kPacked;
   c[0].has_codes = true;
-  const Plan plan = PlanQEvict({c, {300, 100}, 500}, config);
+  const HistoryPlan plan = PlanQEvict({c, {300, 100}, 500}, config);
   // F = {0}, pinned at 100 bytes instead of 300: 200 + 200 bytes for four more.
   EXPECT_EQ(plan.placements[0].tier, Tier::kPacked);
   EXPECT_TRUE(plan.placements[0].pinned);
@@ -293,7 +293,7 @@ TEST(QEvictTest, SlackKeepsNeverQuantizedWindowsFull) {
   c[1].has_codes = true;
   // K_f = 1; four packed: 300 + 400 = 700 of 1100. Two upgrades of 200 fit; the packed window is
   // passed over.
-  const Plan plan = PlanQEvict({c, {300, 100}, 1100}, config);
+  const HistoryPlan plan = PlanQEvict({c, {300, 100}, 1100}, config);
   EXPECT_EQ(InTier(c, plan, Tier::kFull), (Ids{0, 2, 3}));
   EXPECT_EQ(InTier(c, plan, Tier::kPacked), (Ids{1, 4}));
 }
@@ -302,8 +302,8 @@ TEST(QEvictTest, SlackKeepsNeverQuantizedWindowsFull) {
 TEST(QEvictTest, DormantCodesBeyondThePackedShareShrinkF) {
   std::vector<Candidate> c = FullWindows({9, 8, 7, 6});
   for (Candidate& each : c) each.has_codes = true;
-  const PlanInput in{c, {300, 100}, 1000};
-  const Plan plan = PlanQEvict(in, QEvict(100));  // K_f = 3, K_q = 1; 3 * 400 > 1000
+  const HistoryInput in{c, {300, 100}, 1000};
+  const HistoryPlan plan = PlanQEvict(in, QEvict(100));  // K_f = 3, K_q = 1; 3 * 400 > 1000
   EXPECT_EQ(plan.n_full_capacity, 3u);
   EXPECT_EQ(InTier(c, plan, Tier::kFull), (Ids{0, 1}));
   EXPECT_EQ(InTier(c, plan, Tier::kPacked), (Ids{2, 3}));
@@ -325,8 +325,8 @@ std::vector<Candidate> RandomCandidates(std::mt19937& rng, size_t n) {
 }
 
 /// The rule as a sentence: repeat "the best of what is left" by linear search.
-Plan NaivePlan(const PlanInput& in, const Config& config) {
-  Plan plan;
+HistoryPlan NaivePlan(const HistoryInput& in, const Config& config) {
+  HistoryPlan plan;
   plan.placements.resize(in.candidates.size());
   const uint64_t k_f = in.history_bytes * (1000 - config.q_permille) / (1000 * in.costs.full_bytes);
   const uint64_t k_q = in.history_bytes * config.q_permille / (1000 * in.costs.packed_bytes);
@@ -369,13 +369,13 @@ TEST(QEvictTest, MatchesTheNaiveRule) {
       c[0].tier = Tier::kPacked;
       c[0].has_codes = true;
     }
-    const PlanInput in{c, {320, 84}, rng() % 8000};
+    const HistoryInput in{c, {320, 84}, rng() % 8000};
     Config config = QEvict(rng() % 1001);
     config.charge_dormant = rng() % 2;
-    const Plan naive = NaivePlan(in, config);
+    const HistoryPlan naive = NaivePlan(in, config);
     if (config.charge_dormant && PlanBytes(in, naive, true) > in.history_bytes)
       continue;  // see the test above
-    const Plan plan = PlanQEvict(in, config);
+    const HistoryPlan plan = PlanQEvict(in, config);
     ++compared;
     for (size_t i = 0; i < c.size(); ++i)
       ASSERT_EQ(plan.placements[i].tier, naive.placements[i].tier) << round;
@@ -385,27 +385,27 @@ TEST(QEvictTest, MatchesTheNaiveRule) {
 
 TEST(QEvictTest, PlansNeverExceedTheBytes) {
   std::mt19937 rng(6);
-  const UnitCosts costs[] = {{32768, 8464}, {300, 100}, {256, 292}, {1, 1}, {7, 1000}, {1000, 7}};
+  const HistoryCosts costs[] = {{32768, 8464}, {300, 100}, {256, 292}, {1, 1}, {7, 1000}, {1000, 7}};
   for (int round = 0; round < 20000; ++round) {
     const std::vector<Candidate> c = RandomCandidates(rng, rng() % 40);
-    const UnitCosts& cost = costs[rng() % std::size(costs)];
+    const HistoryCosts& cost = costs[rng() % std::size(costs)];
     const uint64_t everything = c.size() * (cost.full_bytes + cost.packed_bytes);
-    const PlanInput in{c, cost, rng() % (everything + 2)};
+    const HistoryInput in{c, cost, rng() % (everything + 2)};
     Config config = QEvict(rng() % 4 == 0 ? 1000 * (rng() % 2) : rng() % 1001);
     config.promotion = static_cast<Promotion>(rng() % 3);
     config.charge_dormant = rng() % 2;
     config.fill_slack = rng() % 2;
-    const Plan plan = PlanQEvict(in, config);
+    const HistoryPlan plan = PlanQEvict(in, config);
     ASSERT_EQ(plan.placements.size(), c.size());
     ASSERT_LE(PlanBytes(in, plan, config.charge_dormant), in.history_bytes) << "round " << round;
     for (size_t i = 0; i < c.size(); ++i) {
-      const Placement& p = plan.placements[i];
+      const HistoryPlacement& p = plan.placements[i];
       ASSERT_TRUE(!p.pinned || (p.tier == Tier::kPacked && config.promotion == Promotion::kPinned));
       if (c[i].tier == Tier::kPacked && config.promotion != Promotion::kCodes) {
         ASSERT_NE(p.tier, Tier::kFull);
       }
     }
-    const Plan again = PlanQEvict(in, config);
+    const HistoryPlan again = PlanQEvict(in, config);
     for (size_t i = 0; i < c.size(); ++i)
       ASSERT_EQ(plan.placements[i].tier, again.placements[i].tier);
   }

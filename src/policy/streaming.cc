@@ -4,12 +4,12 @@
 //
 // Deviation: the original renumbers positions inside the cache; here nothing is renumbered
 // (policies.md C8).
-#include "qevict/policy.h"
+#include "policy/history.h"
 
 namespace qevict {
 
-Plan PlanStreaming(const PlanInput& input, const Config&) {
-  Plan plan;
+HistoryPlan PlanStreaming(const HistoryInput& input, const Config&) {
+  HistoryPlan plan;
   plan.placements.resize(input.candidates.size());
   const uint64_t full_bytes = input.costs.full_bytes ? input.costs.full_bytes : 1;
   plan.n_full_capacity = input.history_bytes / full_bytes;

@@ -21,7 +21,7 @@ ALLOWED = {
     "store": {"base"},
     "cache": {"base", "kernels", "codecs", "policy", "store"},
     "ggml": {"base", "kernels", "codecs", "cache"},
-    "cli": {"base", "kernels", "codecs", "cache", "ggml", "diagnostics", "eval"},
+    "cli": {"base", "kernels", "codecs", "policy", "cache", "ggml", "diagnostics", "eval"},
     "eval": {"base", "kernels", "codecs", "cache", "ggml", "diagnostics"},
 }
 # Headers of llama.cpp, and the modules that may see them.
