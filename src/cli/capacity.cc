@@ -190,7 +190,7 @@ class CachePlanner {
 
   LayerPlan Count(const CacheLayer& l, const Plan& plan, uint64_t full, uint64_t packed) const {
     uint64_t n_full = 0, n_packed = 0;
-    for (const Placement& p : plan.placements) {
+    for (const HistoryPlacement& p : plan.placements) {
       n_full += p.tier == Tier::kFull;
       n_packed += p.tier == Tier::kPacked;
     }
