@@ -27,6 +27,12 @@ use_ccache() {
   fi
 }
 
+# configure_release OPTIONS... : the command and the plug-in alone, for the llama.cpp of QEVICT_LLAMA_SOURCE
+# and QEVICT_LLAMA_BUILD. No test is built, so that GoogleTest need not be there.
+configure_release() {
+  cmake -S "$repo_dir" --preset release -DQEVICT_BUILD_TESTS=OFF "$@"
+}
+
 # Installs what is missing, fetches and builds llama.cpp, and builds the command and the plug-in in
 # build/release. Leaves the working folder at the repository.
 build_release() {
@@ -37,8 +43,7 @@ build_release() {
   step "building qevict"
   use_ccache "$repo_dir"
   cd "$repo_dir"
-  cmake --preset release -DQEVICT_BUILD_PLUGIN=ON \
-    -DQEVICT_LLAMA_SOURCE="$llama_source" -DQEVICT_LLAMA_BUILD="$llama_build" >/dev/null
+  configure_release -DQEVICT_LLAMA_SOURCE="$llama_source" -DQEVICT_LLAMA_BUILD="$llama_build" >/dev/null
   cmake --build --preset release --parallel "$jobs" --target qevict ggml-qevict >&2
 }
 

@@ -103,6 +103,12 @@ struct WindowInfo {
 /// window, tables included.
 uint64_t MinimumBudgetBytes(const Config& config, std::span<const LayerShape> layers);
 
+/// The configuration with a budget that holds a short sequence in every stream: where it is below
+/// MinimumBudgetBytes and a tenth, the bytes, or the tokens that a fraction is taken of, are raised
+/// to it.
+Config WithLeastBudget(const Config& config, std::span<const LayerShape> layers, uint32_t n_streams,
+                       uint32_t cells_per_stream);
+
 /// A cache among several under one budget (a model with sliding windows has two).
 struct CacheDemand {
   uint64_t f16_bytes;      ///< of the tokens that a fraction is taken of

@@ -48,6 +48,11 @@ enum class Prefill : uint8_t {
   kFull,     ///< paper: compress once, at the first routing event
   kBounded,  ///< compress after every prompt chunk: peak memory does not depend on the prompt
 };
+/// What the host program is told that the cache takes; programs fit layers and context to it.
+enum class ReportedSize : uint8_t {
+  kBudget,  ///< the most that can be resident: the budget with Prefill::kBounded, else f16
+  kFull,    ///< always f16: for a ggml that was built with assertions, which refuse less
+};
 enum class ScoreKind : uint8_t { kCumulative, kEma, kPNorm, kKeyNorm };
 enum class LocalMode : uint8_t {
   kAligned,  ///< a window ages when all its tokens are older than the last `recents`
@@ -84,6 +89,7 @@ struct Config {
   std::string statistics;
   Promotion promotion = Promotion::kCodes;
   Prefill prefill = Prefill::kAuto;
+  ReportedSize report = ReportedSize::kBudget;
   LocalMode local_mode = LocalMode::kAligned;
   bool charge_dormant = true;  ///< dormant codes reduce the packed capacity
   bool fill_slack =
@@ -129,8 +135,8 @@ std::optional<double> AverageLayerBits(const Config& config);
 std::optional<uint32_t> HighestLayerNamed(const Config& config);
 
 /// Parses the text form on top of the defaults (or of `base`).
-/// Keys: preset budget budget_tokens sinks recents window interval q codec bits rungs
-/// layer_bits statistics promotion prefill local_mode charge_dormant fill_slack per_head scores init_rows
+/// Keys: preset budget budget_tokens sinks recents window interval q codec bits rungs layer_bits
+/// statistics promotion prefill report local_mode charge_dormant fill_slack per_head scores init_rows
 /// first_event score ema_lambda p_norm key_norm_sign check. `budget`: `20%`, `0.2`, or bytes with
 /// unit (`512MiB`, `2GiB`, `1000000B`, `64KiB`). `recents`: tokens or `25%`. `q`: 0...1. Errors:
 /// kInvalidArgument naming the key, the value and the legal range. Never throws.

@@ -54,6 +54,7 @@ constexpr std::string_view kCodecNames[] = {
     "kivi",     "token", "wf",   "kivi_clip", "kivi_post", "byte_grid", "kvquant",
     "zipcache", "ott",   "nqkv", "hqe",       "hadamard",  "kvtuner"};
 constexpr std::string_view kPrefillNames[] = {"auto", "full", "bounded"};
+constexpr std::string_view kReportNames[] = {"budget", "full"};
 constexpr std::string_view kScoreNames[] = {"cumulative", "ema", "p_norm", "key_norm"};
 constexpr std::string_view kLocalModeNames[] = {"aligned", "windows"};
 
@@ -318,6 +319,8 @@ constexpr ConfigKey kKeys[] = {
      WriteName<&Config::promotion, kPromotionNames>, IsNamed<&Config::promotion, kPromotionNames>},
     {"prefill", "auto, full or bounded", ReadName<&Config::prefill, kPrefillNames>,
      WriteName<&Config::prefill, kPrefillNames>, IsNamed<&Config::prefill, kPrefillNames>},
+    {"report", "budget or full", ReadName<&Config::report, kReportNames>,
+     WriteName<&Config::report, kReportNames>, IsNamed<&Config::report, kReportNames>},
     {"local_mode", "aligned or windows", ReadName<&Config::local_mode, kLocalModeNames>,
      WriteName<&Config::local_mode, kLocalModeNames>,
      IsNamed<&Config::local_mode, kLocalModeNames>},

@@ -37,7 +37,8 @@ TEST(ConfigTest, EveryKeyIsRead) {
   const Config c = Parse(
       "preset=streaming,budget=35%,budget_tokens=4608,sinks=4,recents=64,window=16,interval=4,q=0."
       "125,codec=wf,bits=2.75,"
-      "promotion=pinned,prefill=bounded,local_mode=windows,charge_dormant=false,fill_slack=on,per_"
+      "promotion=pinned,prefill=bounded,report=full,local_mode=windows,charge_dormant=false,fill_"
+      "slack=on,per_"
       "head=1,"
       "scores=events,init_rows=32,first_event=8,score=p_norm,ema_lambda=0.5,p_norm=4,key_norm_sign="
       "1,check=true");
@@ -57,6 +58,7 @@ TEST(ConfigTest, EveryKeyIsRead) {
   EXPECT_EQ(c.quarter_bits, 3u);
   EXPECT_EQ(c.promotion, Promotion::kPinned);
   EXPECT_EQ(c.prefill, Prefill::kBounded);
+  EXPECT_EQ(c.report, ReportedSize::kFull);
   EXPECT_EQ(c.local_mode, LocalMode::kWindows);
   EXPECT_FALSE(c.charge_dormant);
   EXPECT_TRUE(c.fill_slack);
@@ -191,6 +193,7 @@ TEST(ConfigTest, BadInputIsNamed) {
       {"bits=int2", {"bits", "int2", "1, 2, 3, 4 or 8"}},
       {"promotion=exact", {"promotion", "exact", "codes, pinned or none"}},
       {"prefill=never", {"prefill", "never", "auto, full or bounded"}},
+      {"report=none", {"report", "none", "budget or full"}},
       {"local_mode=Aligned", {"local_mode", "Aligned", "aligned or windows"}},
       {"charge_dormant=2", {"charge_dormant", "2", "true or false"}},
       {"fill_slack=", {"fill_slack", "", "true or false"}},
@@ -271,6 +274,7 @@ TEST(ConfigTest, TextRoundTrip) {
     c.bits = pick(2) ? 2 : 4;
     c.promotion = static_cast<Promotion>(pick(3));
     c.prefill = static_cast<Prefill>(pick(3));
+    c.report = static_cast<ReportedSize>(pick(2));
     c.local_mode = static_cast<LocalMode>(pick(2));
     c.charge_dormant = pick(2);
     c.fill_slack = pick(2);

@@ -31,6 +31,9 @@ namespace {
 constexpr uint64_t kUnitSlack = 8 * sizeof(UnitRecord) + 4 * sizeof(LedgerEntry);
 constexpr uint64_t kPoolSlack = 8 * BlockPool::kRecordBytes + kPageBytes;
 
+/// A cache that is given its minimum still packs and promotes.
+constexpr double kHeadroom = 1.1;
+
 uint64_t CeilDiv(uint64_t a, uint64_t b) { return (a + b - 1) / b; }
 
 /// Windows that n consecutive tokens can touch.
@@ -86,8 +89,32 @@ uint64_t MinimumBudgetBytes(const Config& config, std::span<const LayerShape> la
   return bytes + rope_table + (n_full + 8) * window_bytes;
 }
 
+Config WithLeastBudget(const Config& config, std::span<const LayerShape> layers, uint32_t n_streams,
+                       uint32_t cells_per_stream) {
+  if (config.preset == Preset::kFull) return config;
+  Config least = config;
+  double token_bytes = 0;
+  for (const LayerShape& l : layers) {
+    token_bytes += 2.0 * l.n_kv_heads * (static_cast<double>(l.head_dim) + l.head_dim_v);
+  }
+  constexpr int kMaxRounds = 16;  // recents may be a share of the tokens
+  for (int i = 0; i < kMaxRounds; ++i) {
+    Config asked = least;
+    if (asked.budget_tokens == 0) asked.budget_tokens = cells_per_stream;
+    const double minimum = kHeadroom * static_cast<double>(MinimumBudgetBytes(asked, layers));
+    if (config.budget_bytes > 0) {
+      least.budget_bytes =
+          std::max(config.budget_bytes, static_cast<uint64_t>(minimum * n_streams));
+      break;
+    }
+    const double tokens = (minimum + 1.0) / (config.budget_fraction * token_bytes);
+    if (tokens <= asked.budget_tokens) break;
+    least.budget_tokens = static_cast<uint32_t>(std::min(std::ceil(tokens), 2147483647.0));
+  }
+  return least;
+}
+
 std::vector<double> ShareBudget(const Config& config, std::span<const CacheDemand> caches) {
-  constexpr double kHeadroom = 1.1;  // a cache that is given its minimum still packs and promotes
   double all = 0.0;
   for (const CacheDemand& c : caches) all += static_cast<double>(c.f16_bytes);
   const double fraction = config.budget_bytes > 0 ? static_cast<double>(config.budget_bytes) / all

@@ -32,10 +32,6 @@ uint64_t F16TokenBytes(const CacheLayout& cache) {
   return bytes;
 }
 
-uint64_t F16Capacity(const CacheLayout& cache) {
-  return F16TokenBytes(cache) * cache.cells_per_stream * cache.n_streams;
-}
-
 bool SameShape(const CacheLayer& a, const CacheLayer& b) {
   return a.n_kv_heads == b.n_kv_heads && a.head_dim == b.head_dim && a.head_dim_v == b.head_dim_v;
 }
@@ -98,23 +94,16 @@ class CachePlanner {
     return stream_minimum_bytes() * cache_.n_sequences * cache_.n_streams;
   }
   uint64_t stream_minimum_bytes() const {
-    std::vector<LayerShape> shapes;
-    for (const CacheLayer& l : cache_.layers) {
-      shapes.push_back({l.n_kv_heads, l.head_dim, l.head_dim_v, Elem::kF16, Elem::kF16,
-                        BitsOfLayer(config_, l.index)});
-    }
     Config config = config_;
     config.budget_tokens = cache_.cells_per_stream;
-    return MinimumBudgetBytes(config, shapes);
+    return MinimumBudgetBytes(config, Shapes());
+  }
+  /// As the cache itself raises a budget that is too small.
+  Config WithLeast() const {
+    return WithLeastBudget(config_, Shapes(), cache_.n_streams, cache_.cells_per_stream);
   }
 
-  /// The least budget holds for a part that has a budget of its own.
-  Status CheckMinimum() const {
-    const bool enough = config_.preset == Preset::kFull || DomainBudget() >= stream_minimum_bytes();
-    return enough ? Status() : TooSmall(0);
-  }
-
-  Result<LayerPlan> Layer(const CacheLayer& l) const {
+  LayerPlan Layer(const CacheLayer& l) const {
     const uint64_t full =
         l.n_kv_heads * kernels::FullHeadBytes(config_.window, l.head_dim, l.head_dim_v);
     const uint64_t packed = l.n_kv_heads * codecs::CodecBytes(config_, RowsOf(l)).total();
@@ -128,15 +117,22 @@ class CachePlanner {
       const uint64_t share = Share(l);
       const uint64_t mandatory =
           n_sequences_ * (windows_.sinks + windows_.recents + windows_.reserve) * costs.full_bytes;
-      if (share < mandatory)
-        return TooSmall(mandatory * f16_token_bytes_ / F16TokenBytes(l) + fixed_);
-      history = (share - mandatory) / n_sequences_;
+      history = share > mandatory ? (share - mandatory) / n_sequences_ : 0;
     }
     const HistoryPlan plan = PlanHistory({candidates, costs, history}, config_);
     return Count(l, plan, full, packed);
   }
 
  private:
+  std::vector<LayerShape> Shapes() const {
+    std::vector<LayerShape> shapes;
+    for (const CacheLayer& l : cache_.layers) {
+      shapes.push_back({l.n_kv_heads, l.head_dim, l.head_dim_v, Elem::kF16, Elem::kF16,
+                        BitsOfLayer(config_, l.index)});
+    }
+    return shapes;
+  }
+
   codecs::RowShape RowsOf(const CacheLayer& l) const {
     return {l.n_kv_heads, l.head_dim, l.head_dim_v, BitsOfLayer(config_, l.index)};
   }
@@ -145,7 +141,9 @@ class CachePlanner {
     if (config_.preset == Preset::kFull) return f16_bytes() / n_domains_;
     if (config_.budget_bytes) return config_.budget_bytes;
     return static_cast<uint64_t>(config_.budget_fraction *
-                                 static_cast<double>(cache_.cells_per_stream) *
+                                 (config_.budget_tokens
+                                      ? static_cast<double>(config_.budget_tokens)
+                                      : static_cast<double>(cache_.cells_per_stream)) *
                                  static_cast<double>(f16_token_bytes_));
   }
 
@@ -177,15 +175,6 @@ class CachePlanner {
            n_sequences_ * (Grown(windows_.total() * window) + kSequenceBytes +
                            cache_.layers.size() * kLayerSlackBytes) +
            Grown(4 * n_cells) + n_shapes * kPoolSlackBytes + rope;
-  }
-
-  Status TooSmall(uint64_t needed) const {
-    return InvalidArgument("a budget of " + BytesText(budget_bytes()) +
-                           " is below the minimum of " +
-                           BytesText(std::max(needed * n_domains_, minimum_bytes())) +
-                           " for sinks, recents and one interval of " +
-                           std::to_string(cache_.n_sequences * cache_.n_streams) +
-                           " sequence(s): raise --budget or the context");
   }
 
   LayerPlan Count(const CacheLayer& l, const Plan& plan, uint64_t full, uint64_t packed) const {
@@ -263,6 +252,10 @@ std::vector<CacheLayout> LayOut(const ModelShape& model, const CacheUse& use) {
   return caches;
 }
 
+uint64_t F16Bytes(const CacheLayout& cache) {
+  return F16TokenBytes(cache) * cache.cells_per_stream * cache.n_streams;
+}
+
 uint64_t CapacityPlan::full_bytes() const {
   uint64_t bytes = 0;
   for (const LayerPlan& l : layers) bytes += l.full_bytes;
@@ -285,14 +278,13 @@ std::vector<double> Fractions(const Config& config, std::span<const CacheLayout>
   std::vector<CacheDemand> demands;
   for (const CacheLayout& cache : caches) {
     const uint64_t n_streams = config.budget_bytes ? 1 : cache.n_streams;
-    demands.push_back({F16Capacity(cache) / n_streams,
+    demands.push_back({F16Bytes(cache) / n_streams,
                        CachePlanner(config, cache, rope_dims).stream_minimum_bytes()});
   }
   return ShareBudget(config, demands);
 }
 
-Result<CapacityPlan> PlanCapacity(const Config& config, const ModelShape& model,
-                                  const CacheUse& use) {
+CapacityPlan PlanCapacity(const Config& config, const ModelShape& model, const CacheUse& use) {
   CapacityPlan plan;
   const std::vector<CacheLayout> caches = LayOut(model, use);
   const std::vector<double> fractions = Fractions(config, caches, model.rope_dims);
@@ -302,18 +294,17 @@ Result<CapacityPlan> PlanCapacity(const Config& config, const ModelShape& model,
     part.budget_fraction = fractions[i];
     if (config.budget_bytes) {
       part.budget_bytes =
-          static_cast<uint64_t>(fractions[i] * static_cast<double>(F16Capacity(cache)));
+          static_cast<uint64_t>(fractions[i] * static_cast<double>(F16Bytes(cache)));
     }
+    plan.asked_bytes += CachePlanner(part, cache, model.rope_dims).budget_bytes();
+    part = CachePlanner(part, cache, model.rope_dims).WithLeast();
     const CachePlanner planner(part, cache, model.rope_dims);
-    QEVICT_RETURN_IF_ERROR(planner.CheckMinimum());
     plan.f16_bytes += planner.f16_bytes();
     plan.table_bytes += planner.table_bytes();
     plan.budget_bytes += planner.budget_bytes();
     plan.minimum_bytes += planner.minimum_bytes();
     for (const CacheLayer& layer : cache.layers) {
-      Result<LayerPlan> one = planner.Layer(layer);
-      if (!one.ok()) return one.status();
-      AddTo(plan, std::move(*one));
+      AddTo(plan, planner.Layer(layer));
     }
   }
   return plan;

@@ -32,6 +32,8 @@ struct CacheLayout {
   uint32_t tokens_per_sequence = 0;  ///< of a full context
 };
 std::vector<CacheLayout> LayOut(const ModelShape& model, const CacheUse& use);
+/// What llama.cpp's own f16 cache takes.
+uint64_t F16Bytes(const CacheLayout& cache);
 
 /// Layers with the same numbers; all sequences and streams together.
 struct LayerPlan {
@@ -47,6 +49,8 @@ struct CapacityPlan {
   std::vector<LayerPlan> layers;
   uint64_t table_bytes =
       0;  ///< records of windows, cells and RoPE that belong to no layer, at most
+  uint64_t asked_bytes = 0;    ///< the budget as configured: less than budget_bytes where that is
+                               ///< raised to the least that holds a short sequence
   uint64_t budget_bytes = 0;   ///< of all caches; the f16 size for preset full
   uint64_t minimum_bytes = 0;  ///< the least budget that works
   uint64_t f16_bytes = 0;
@@ -56,9 +60,6 @@ struct CapacityPlan {
   uint64_t total_bytes() const { return full_bytes() + packed_bytes() + all_table_bytes(); }
 };
 
-/// Errors: kInvalidArgument if the budget cannot hold the mandatory tokens; the message names
-/// budget and minimum.
-Result<CapacityPlan> PlanCapacity(const Config& config, const ModelShape& model,
-                                  const CacheUse& use);
+CapacityPlan PlanCapacity(const Config& config, const ModelShape& model, const CacheUse& use);
 
 }  // namespace qevict::cli

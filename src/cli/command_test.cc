@@ -53,10 +53,7 @@ TEST_F(CommandTest, UsageErrorsAreOneSentenceAndCode2) {
       {"run -m " + model + " -p x --chat", "has none"},
       {"run -m " + model + " -p x --chat --no-chat", "contradict"},
       {"run -m " + model + " -f " + text_ + " -c 64", "-c allows 64"},
-      {"run -m " + model + " -p x --budget 1KiB", "budget of 1.0 KiB"},
-      {"run -m " + model + " -p x --budget 1%", "budget 1% of"},
       {"run -m " + model + " -p x -- --port 1", "only `qevict serve`"},
-      {"plan -m " + model + " -c 4096 --budget 1KiB", "below the minimum"},
       {"serve -m " + model + " --server /nonexistent --dry-run", "/nonexistent"},
       {"serve -m " + model + " --dry-run -- --device CPU", "--device"},
       {"eval kld -m " + model + " -f " + text_, "tokens, but 8 chunks of 4096 tokens need"},
@@ -249,6 +246,32 @@ TEST_F(CommandTest, ServeDryRunPrintsEnvironmentAndCommand) {
   }
   EXPECT_EQ(Qevict(start + " -- --cache-ram 64").out.find("LLAMA_ARG_CACHE_RAM"),
             std::string::npos);
+}
+
+TEST_F(CommandTest, ShortPromptsRunUnderEveryBudget) {
+  const std::string model = Tiny("llama-hd64");
+  for (const char* budget : {"1KiB", "1%", "20%"}) {
+    const Outcome o = Qevict("run -m " + model + " -p x -n 40 --no-chat --budget " + budget);
+    EXPECT_EQ(o.code, 0) << budget << o.err;
+    EXPECT_NE(o.err.find("is raised to"), std::string::npos) << budget << o.err;
+    EXPECT_EQ(o.err.find("is raised to"), o.err.rfind("is raised to")) << budget << o.err;
+  }
+  const Outcome plan = Qevict("plan -m " + model + " -c 4096 --budget 1KiB");
+  EXPECT_EQ(plan.code, 0) << plan.err;
+  EXPECT_NE(plan.err.find("1.00 KiB is raised to"), std::string::npos) << plan.err;
+}
+
+// llama-server fits layers and context to what the cache may take: an f16 cache that is too large
+// for the machine must not be what it is told.
+TEST_F(CommandTest, ServeBoundsThePromptWhereF16DoesNotFit) {
+  const std::string start = "serve --dry-run -m " + Tiny("llama-hd64") + " -c 65536 --budget 5%";
+  EXPECT_NE(Qevict(start).out.find("prefill=auto"), std::string::npos);
+  const std::string large = " -- --fit-target 1000000000";  // MiB kept free
+  const Outcome bounded = Qevict(start + large);
+  EXPECT_EQ(bounded.code, 0) << bounded.err;
+  EXPECT_NE(bounded.out.find("prefill=bounded"), std::string::npos) << bounded.out;
+  EXPECT_NE(bounded.err.find("exceeds the free memory"), std::string::npos) << bounded.err;
+  EXPECT_NE(Qevict(start + " --prefill full" + large).out.find("prefill=full"), std::string::npos);
 }
 
 TEST_F(CommandTest, ServeStartsTheServer) {

@@ -2,6 +2,7 @@
 
 #include <sys/resource.h>
 
+#include <cstdlib>
 #include <fstream>
 
 #include "cli/options.h"
@@ -25,6 +26,15 @@ uint64_t PeakRssBytes() {
   rusage usage{};
   if (getrusage(RUSAGE_SELF, &usage) != 0) return 0;
   return static_cast<uint64_t>(usage.ru_maxrss) * 1024;  // Linux counts in KiB
+}
+
+uint64_t AvailableBytes() {
+  std::ifstream file("/proc/meminfo");
+  for (std::string line; std::getline(file, line);) {
+    if (line.starts_with("MemAvailable:"))
+      return std::strtoull(line.c_str() + 13, nullptr, 10) << 10;
+  }
+  return UINT64_MAX / 2;
 }
 
 Json MachineFacts() {

@@ -12,6 +12,8 @@ namespace qevict::cli {
 std::string CpuName();
 /// Most memory that this process has had resident.
 uint64_t PeakRssBytes();
+/// Memory that programs can still have without swapping.
+uint64_t AvailableBytes();
 /// Version, CPU, its cores for us, kernels in use, llama.cpp and ggml.
 Json MachineFacts();
 

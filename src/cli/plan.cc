@@ -1,5 +1,6 @@
 // qevict plan: what a model's KV cache will hold, from the metadata of its file alone.
 #include <algorithm>
+#include <cstdio>
 
 #include "cli/capacity.h"
 #include "cli/commands.h"
@@ -95,13 +96,18 @@ int PrintPlan(const PlanOptions& o) {
   if (use.n_ctx == 0) {
     return Fail(InvalidArgument("the model names no context length: give -c, at least 1 token"));
   }
-  const Result<CapacityPlan> plan = PlanCapacity(*config, *model, use);
-  if (!plan.ok()) return Fail(plan.status());
+  const CapacityPlan plan = PlanCapacity(*config, *model, use);
+  if (plan.budget_bytes > plan.asked_bytes) {
+    std::fprintf(stderr,
+                 "qevict: warning: the budget of %s is raised to %s, the least that holds sinks, "
+                 "recents, one interval and one packed window\n",
+                 BytesText(plan.asked_bytes).c_str(), BytesText(plan.budget_bytes).c_str());
+  }
 
   PlanOptions shown = o;
   shown.n_ctx = use.n_ctx;
-  const Metrics totals = Totals(shown, *model, *plan);
-  const Table layers = LayerTable(*plan);
+  const Metrics totals = Totals(shown, *model, plan);
+  const Table layers = LayerTable(plan);
   if (o.format == Format::kJson) {
     Json json = {{"command", "plan"},
                  {"version", QEVICT_VERSION_STRING},

@@ -1,11 +1,17 @@
 // qevict serve: starts llama-server of the same build with the plug-in.
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstdlib>
+#include <filesystem>
+#include <optional>
 #include <system_error>
 
+#include "cli/capacity.h"
 #include "cli/commands.h"
+#include "cli/machine.h"
 #include "cli/paths.h"
 #include "cli/run.h"
 #include "cli/statistics_file.h"
@@ -79,6 +85,53 @@ bool SetsPromptCache(const std::vector<std::string>& words) {
   return false;
 }
 
+/// The value of an option that llama-server was given, as a number; none if it is not there.
+std::optional<uint64_t> NumberOf(const std::vector<std::string>& words,
+                                 std::initializer_list<std::string_view> options) {
+  std::optional<uint64_t> value;
+  for (size_t i = 0; i + 1 < words.size(); ++i) {
+    if (std::find(options.begin(), options.end(), words[i]) == options.end()) continue;
+    char* end = nullptr;
+    const uint64_t number = std::strtoull(words[i + 1].c_str(), &end, 10);
+    if (end != words[i + 1].c_str()) value = number;
+  }
+  return value;
+}
+
+/// Memory that llama-server would count on for the cache: without its margin (--fit-target, MiB)
+/// and the model.
+uint64_t RoomForCache(const std::string& model, const std::vector<std::string>& passthrough) {
+  const uint64_t margin = NumberOf(passthrough, {"-fitt", "--fit-target"}).value_or(1024) << 20;
+  std::error_code error;
+  const uint64_t weights = std::filesystem::file_size(model, error);
+  const uint64_t taken = margin + (error ? 0 : weights), available = AvailableBytes();
+  return available > taken ? available - taken : 0;
+}
+
+/// While a prompt is read its cache has the size of f16. Where that exceeds the free memory,
+/// llama-server would take layers away from the cache or shorten the context: chunks are compressed
+/// as they arrive instead, and the budget is all that the cache takes.
+void FitPrefill(const ServeOptions& o, const std::vector<std::string>& passthrough,
+                Config& config) {
+  if (config.preset == Preset::kFull || config.prefill != Prefill::kAuto) return;
+  const Result<ModelShape> shape = ReadModelShape(o.model);
+  if (!shape.ok()) return;  // the server says what it thinks of the model
+  CacheUse use;
+  const uint64_t n_ctx =
+      NumberOf(passthrough, {"-c", "--ctx-size"}).value_or(static_cast<uint64_t>(o.n_ctx));
+  use.n_ctx = static_cast<uint32_t>(n_ctx ? n_ctx : shape->n_ctx_train);
+  use.unified = true;  // slots share the context: their caches have one size together
+  uint64_t f16 = 0;
+  for (const CacheLayout& cache : LayOut(*shape, use)) f16 += F16Bytes(cache);
+  const uint64_t room = RoomForCache(o.model, passthrough);
+  if (f16 <= room) return;
+  config.prefill = Prefill::kBounded;
+  std::fprintf(stderr,
+               "qevict: an f16 cache of %s exceeds the free memory of %s: prompts are compressed "
+               "while they are read (prefill=bounded)\n",
+               BytesText(f16).c_str(), BytesText(room).c_str());
+}
+
 int Serve(const ServeOptions& o, const std::vector<std::string>& passthrough) {
   Result<Config> config = o.cache.Build();
   if (!config.ok()) return Fail(config.status());
@@ -86,6 +139,7 @@ int Serve(const ServeOptions& o, const std::vector<std::string>& passthrough) {
   config = UseStatistics(*config, o.model);
   if (!config.ok()) return Fail(config.status());
   if (const Status s = CheckPassthrough(passthrough); !s.ok()) return Fail(s);
+  FitPrefill(o, passthrough, *config);
   const Result<std::string> plugin = FindPlugin();
   if (!plugin.ok()) return Fail(plugin.status());
   const Result<std::string> server = FindServer(o.server);
@@ -125,7 +179,11 @@ Command AddServe(CLI::App& root, const Arguments& arguments) {
       "  qevict serve -m model.gguf --budget 1GiB --dry-run -- --api-key secret\n\n"
       "Prompts that the server keeps in host memory would have the size of f16, so --cache-ram is "
       "0\n"
-      "unless you set it behind `--`.\n");
+      "unless you set it behind `--`. Where an f16 cache does not fit the free memory, prompts "
+      "are\n"
+      "compressed while they are read (prefill=bounded), so that llama-server keeps every layer "
+      "and\n"
+      "the whole context.\n");
   AddModel(*app, o->model)->group(kServer);
   AddInteger(*app, "-c,--ctx-size", o->n_ctx, 1, 1 << 28, "context of all slots, tokens")
       ->default_str("llama-server's")

@@ -48,6 +48,19 @@ void* GetBase(ggml_backend_buffer_t buffer) {
                        : reinterpret_cast<void*>(kAlignment);  // dummy buffers must not be null
 }
 
+/// Less than ggml_nbytes for a cache under a budget. The address range of such a buffer is shorter
+/// than its tensors: they are told apart by name, and nothing is read or written through it.
+size_t AllocSize(ggml_backend_buffer_type_t, const ggml_tensor* tensor) {
+  const char kind = tensor->view_src ? '\0' : ParseCacheName(tensor->name).kind;
+  if (kind != 'k' && kind != 'v') return ggml_nbytes(tensor);
+  size_t bytes = ggml_nbytes(tensor);
+  const Status status = Guarded([&] {
+    if (const auto session = Sessions::Get().Find(0)) bytes = session->ReportedBytes(tensor);
+  });
+  if (!status.ok()) LogError(status.message());
+  return bytes;
+}
+
 /// One more tensor of a cache.
 Status AddCacheTensor(BufferContext* context, ggml_tensor* tensor) {
   const Result<Config>& config = context->session->config;
@@ -60,7 +73,7 @@ Status AddCacheTensor(BufferContext* context, ggml_tensor* tensor) {
     context->session->groups.push_back(context->group.get());
   }
   Status status = context->group->AddTensor(tensor);
-  context->added += GGML_PAD(ggml_nbytes(tensor), kAlignment);
+  context->added += GGML_PAD(AllocSize(BufferType(), tensor), kAlignment);
   if (status.ok() && context->added >= context->size) status = context->session->ShareBudget();
   return status;
 }
@@ -192,8 +205,7 @@ BufferContext::~BufferContext() {
 
 ggml_backend_buffer_type_t BufferType() {
   static ggml_backend_buffer_type type = {
-      {BufferTypeName, AllocBuffer, Alignment, /*get_max_size*/ nullptr, /*get_alloc_size*/ nullptr,
-       IsHost},
+      {BufferTypeName, AllocBuffer, Alignment, /*get_max_size*/ nullptr, AllocSize, IsHost},
       Device(),
       nullptr,
   };

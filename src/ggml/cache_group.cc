@@ -31,19 +31,6 @@ Result<Elem> ElemOf(const ggml_tensor* t) {
                        " is not supported by QEVICT, which needs f16 or bf16 (remove -ctk/-ctv)");
 }
 
-Status TooSmall(double fraction, uint64_t tokens, uint64_t layers, uint64_t have, uint64_t need) {
-  char text[320];
-  std::snprintf(
-      text, sizeof(text),
-      "budget %.4g%% of %llu tokens is %s for %llu layers, but sinks, recents, one interval and "
-      "one packed window "
-      "need %s: use at least %.1f%% or a longer context (-c)",
-      fraction * 100.0, static_cast<unsigned long long>(tokens), SizeText(have).c_str(),
-      static_cast<unsigned long long>(layers), SizeText(need).c_str(),
-      std::ceil(1000.0 * fraction * static_cast<double>(need) / static_cast<double>(have)) / 10.0);
-  return InvalidArgument(text);
-}
-
 }  // namespace
 
 Status CacheGroup::AddTensor(ggml_tensor* tensor) {
@@ -86,6 +73,7 @@ LayerBits CacheGroup::BitsOf(const LayerBinding& layer) const {
   return BitsOfLayer(config_, static_cast<uint32_t>(layer.model_layer));
 }
 
+/// Of attention as far as it has been seen, else heads of 64 channels.
 std::vector<LayerShape> CacheGroup::GuessedShapes() const {
   std::vector<LayerShape> shapes;
   for (const LayerBinding& layer : layers_) {
@@ -94,11 +82,11 @@ std::vector<LayerShape> CacheGroup::GuessedShapes() const {
     uint32_t head_dim = 64;
     while (head_dim > 8 && (k_row % head_dim != 0 || v_row % (k_row / head_dim) != 0))
       head_dim /= 2;
-    const uint32_t n_heads = std::max(1u, k_row / head_dim);
+    const uint32_t n_heads = layer.n_kv_heads ? layer.n_kv_heads : std::max(1u, k_row / head_dim);
     const uint32_t n_parts = config_.per_head ? n_heads : 1;
     shapes.insert(shapes.end(), n_parts,
                   {n_heads / n_parts, k_row / n_heads, v_row / n_heads, Elem::kF16, Elem::kF16,
-                   BitsOf(layer)});
+                   BitsOf(layer), n_parts});
   }
   return shapes;
 }
@@ -116,24 +104,31 @@ CacheDemand CacheGroup::Demand() const {
 Status CacheGroup::SetBudgetFraction(double fraction) {
   const CacheDemand demand = Demand();
   if (demand.f16_bytes == 0) return {};
-  const auto budget = static_cast<uint64_t>(fraction * static_cast<double>(demand.f16_bytes) + 0.5);
-  const bool absolute = config_.budget_bytes > 0;
-  const uint32_t tokens = config_.budget_tokens ? config_.budget_tokens : n_cells_;
-  if (budget < demand.minimum_bytes) {
-    if (!absolute) {
-      return TooSmall(fraction, tokens, layers_.size(), budget, demand.minimum_bytes);
-    }
-    return InvalidArgument(
-        "a budget of " + SizeText(budget) + " for " + std::to_string(layers_.size()) +
-        " layers is too small: sinks, recents, one interval and one packed window need at least " +
-        SizeText(demand.minimum_bytes));
-  }
-  if (absolute) {
-    if (!cache_) config_.budget_bytes = budget;
+  if (config_.budget_bytes > 0) {
+    const double bytes = fraction * static_cast<double>(demand.f16_bytes) + 0.5;
+    if (!cache_) config_.budget_bytes = std::max<uint64_t>(static_cast<uint64_t>(bytes), 1);
     return {};
   }
   config_.budget_fraction = fraction;
-  return cache_ ? cache_->SetBudget(tokens, fraction) : Status();
+  if (!cache_) return {};
+  const Config admitted = WithLeastBudget(config_, GuessedShapes(), n_streams_, n_cells_);
+  return cache_->SetBudget(admitted.budget_tokens ? admitted.budget_tokens : n_cells_, fraction);
+}
+
+/// Of all streams, as `config` has it.
+uint64_t CacheGroup::BudgetOf(const Config& config) const {
+  if (config.budget_bytes) return config.budget_bytes;
+  const double tokens = config.budget_tokens ? config.budget_tokens : n_cells_;
+  return static_cast<uint64_t>(config.budget_fraction * static_cast<double>(f16_bytes()) * tokens /
+                               n_cells_);
+}
+
+void CacheGroup::LogBudget(const Config& admitted) const {
+  const uint64_t asked = BudgetOf(config_), given = BudgetOf(admitted);
+  if (config_.preset == Preset::kFull || given <= asked) return;
+  LogWarn("the budget of " + SizeText(asked) + " for " + std::to_string(layers_.size()) +
+          " layers is raised to " + SizeText(given) +
+          ", the least that holds sinks, recents, one interval and one packed window");
 }
 
 int CacheGroup::FindLayer(const ggml_tensor* root) const {
@@ -186,7 +181,8 @@ Status CacheGroup::EnsureCache() {
                   {layer.n_kv_heads / layer.n_parts, layer.head_dim, layer.head_dim_v,
                    *ElemOf(layer.k), *ElemOf(layer.v), BitsOf(layer), layer.n_parts});
   }
-  Result<std::unique_ptr<KvCache>> cache = KvCache::Create(config_, shapes, n_streams_, n_cells_);
+  const Config admitted = WithLeastBudget(config_, shapes, n_streams_, n_cells_);
+  Result<std::unique_ptr<KvCache>> cache = KvCache::Create(admitted, shapes, n_streams_, n_cells_);
   if (!cache.ok()) return cache.status();
   cache_ = std::move(*cache);
   if (Status set = SetLayers(); !set.ok()) {
@@ -201,17 +197,9 @@ Status CacheGroup::EnsureCache() {
                      std::to_string(n_cells_) + " cells, " + std::to_string(n_streams_) +
                      " stream(s): full size " + MiB(full) + ", preset " +
                      PresetName(config_.preset);
-  if (config_.preset != Preset::kFull) {
-    const uint64_t budget =
-        config_.budget_bytes
-            ? config_.budget_bytes
-            : static_cast<uint64_t>(config_.budget_fraction * static_cast<double>(full) *
-                                    (config_.budget_tokens
-                                         ? static_cast<double>(config_.budget_tokens) / n_cells_
-                                         : 1.0));
-    line += ", budget " + MiB(budget);
-  }
+  if (config_.preset != Preset::kFull) line += ", budget " + MiB(BudgetOf(admitted));
   LogInfo(line + ", kernels " + kernels::IsaName(kernels::ActiveIsa()));
+  LogBudget(admitted);
   return {};
 }
 

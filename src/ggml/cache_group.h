@@ -157,6 +157,8 @@ class CacheGroup {
   Status RestoreRows(const LayerBinding& layer, bool is_k, uint32_t stream, uint32_t cell,
                      uint32_t n, const uint16_t* rows);
   std::vector<LayerShape> GuessedShapes() const;
+  uint64_t BudgetOf(const Config& config) const;
+  void LogBudget(const Config& admitted) const;
   LayerBits BitsOf(const LayerBinding& layer) const;
   bool WantsMass() const { return config_.preset == Preset::kQEvict; }
 

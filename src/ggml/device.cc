@@ -208,17 +208,22 @@ void WarnUncompressed(Session& session) {
         "the KV cache of this context is not on QEVICT and stays uncompressed: remove -nkvo and "
         "-ngl 0");
   } else if (first > 0) {
-    LogWarn("layers 0..." + std::to_string(first - 1) +
-            " are not on QEVICT and stay uncompressed: use -ngl 99");
+    LogWarn(
+        "layers 0..." + std::to_string(first - 1) +
+        " are not on QEVICT and stay uncompressed: use -ngl 99, or, where llama.cpp's --fit took "
+        "them off for lack of memory, prefill=bounded");
   }
 }
 
 void SetThreads(ggml_backend_t backend, int n_threads) {
-  LogFailure("setting threads", [&] {
+  LogFailure("setting threads", [&]() -> Status {
     Session* session = SessionOf(backend);
+    // Attention has been seen by now: the budget is shared anew, by the heads' real shapes.
+    if (!session->coverage_checked) QEVICT_RETURN_IF_ERROR(session->ShareBudget());
     WarnUncompressed(*session);
     session->pool.set_n_threads(n_threads > 0 ? static_cast<unsigned>(n_threads) : 1u);
     for (CacheGroup* group : session->groups) group->NoteGraph();
+    return {};
   });
 }
 

@@ -70,23 +70,42 @@ TEST(RefusedCacheTest, UnknownKind) {
   EXPECT_THAT(ErrorsOf({{"cache_x_l0", GGML_TYPE_F16}}), ElementsAre(HasSubstr("cache_x_l0")));
 }
 
-TEST(RefusedCacheTest, BudgetBelowTheTokensThatAlwaysStay) {
-  EXPECT_THAT(ErrorsOf({{"cache_k_l0", GGML_TYPE_F16}, {"cache_v_l0", GGML_TYPE_F16}}, false,
-                       "preset=qevict,budget=10%"),
-              ElementsAre(AllOf(HasSubstr("10%"), HasSubstr("at least"))));
+/// Warnings of an engine that reads a prompt and decodes under `config`.
+std::vector<std::string> WarningsOf(const CacheSpec& spec, const std::string& config) {
+  const LogCapture log;
+  Twin twin(spec, config);
+  EXPECT_TRUE(twin.ours.ok()) << config;
+  for (int32_t pos = 0; pos < 240; pos += pos < 200 ? 8 : 1) {
+    const std::vector<Token> tokens = TokensOf(0, pos, pos < 200 ? 8 : 1);
+    EXPECT_EQ(twin.ours.Run(twin.Input(tokens)).status, GGML_STATUS_SUCCESS) << config << pos;
+  }
+  EXPECT_THAT(log.errors(), IsEmpty()) << config;
+  EXPECT_GT(twin.ours.stats().events, 0u) << config;
+  return log.warnings();
 }
 
-// Absolute budgets are compared with the bytes of what always stays.
-TEST(RefusedCacheTest, BudgetBelowTheBytesThatAlwaysStay) {
-  EXPECT_THAT(ErrorsOf({{"cache_k_l0", GGML_TYPE_F16},
-                        {"cache_v_l0", GGML_TYPE_F16},
-                        {"cache_k_l1", GGML_TYPE_F16},
-                        {"cache_v_l1", GGML_TYPE_F16}},
-                       false, "preset=qevict,budget=20KiB"),
-              ElementsAre(AllOf(HasSubstr("20.0 KiB"), HasSubstr("at least"))));
-  EXPECT_THAT(ErrorsOf({{"cache_k_l0", GGML_TYPE_F16}, {"cache_v_l0", GGML_TYPE_F16}}, true,
-                       "preset=qevict,budget=60KiB"),
-              IsEmpty());
+TEST(LeastBudgetTest, IsWhatAlwaysStays) {
+  CacheSpec spec;
+  for (const uint32_t head_dim : {32u, 64u, 256u}) {  // what a cache tensor does not tell
+    spec.layers.resize(2);
+    for (LayerSpec& layer : spec.layers) layer.head_dim = layer.head_dim_v = head_dim;
+    for (const char* budget : {"10%", "0.1%", "2KiB", "20KiB"}) {
+      EXPECT_THAT(WarningsOf(spec, std::string("budget=") + budget),
+                  ElementsAre(AllOf(HasSubstr("is raised to"), HasSubstr("2 layers"))))
+          << budget;
+    }
+  }
+  spec.layers[0].head_dim = spec.layers[0].head_dim_v = 64;
+  EXPECT_THAT(WarningsOf(spec, "budget=95%"), IsEmpty());
+}
+
+// Every stream of an absolute budget has sinks and recents.
+TEST(LeastBudgetTest, CountsEveryStream) {
+  CacheSpec spec;
+  spec.n_streams = 4;
+  EXPECT_THAT(WarningsOf(spec, "budget=100KiB"), ElementsAre(HasSubstr("is raised to")));
+  spec.n_streams = 1;
+  EXPECT_THAT(WarningsOf(spec, "budget=100KiB"), IsEmpty());
 }
 
 TEST(RefusedCacheTest, HeadsThatKernelsCannotRead) {

@@ -1,5 +1,6 @@
 #include "ggml/session.h"
 
+#include <algorithm>
 #include <cstdlib>
 
 #include "codecs/allocate.h"
@@ -23,6 +24,28 @@ Status Session::ShareBudget() {
     QEVICT_RETURN_IF_ERROR(groups[i]->SetBudgetFraction(parts[i]));
   }
   return {};
+}
+
+size_t Session::ReportedBytes(const ggml_tensor* tensor) {
+  const size_t full = ggml_nbytes(tensor);
+  if (!config.ok() || config->preset == Preset::kFull || config->report == ReportedSize::kFull ||
+      config->EffectivePrefill() != Prefill::kBounded) {
+    return full;
+  }
+  if (config->budget_bytes == 0) {
+    const double tokens = config->budget_tokens ? config->budget_tokens : tensor->ne[1];
+    const double share = config->budget_fraction * tokens / static_cast<double>(tensor->ne[1]);
+    return std::min(full, static_cast<size_t>(share * static_cast<double>(full)) + 1);
+  }
+  // The first tensors are reported in full until the budget is used up: their sum is what counts,
+  // and nobody says how many will follow.
+  const auto [known, is_new] = reported_bytes_.try_emplace(tensor, 0);
+  if (is_new) {
+    known->second =
+        std::min<uint64_t>(full, std::max<uint64_t>(config->budget_bytes - reported_, 1));
+    reported_ = std::min(config->budget_bytes, reported_ + known->second);
+  }
+  return known->second;
 }
 
 Sessions& Sessions::Get() {

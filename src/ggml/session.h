@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "ggml-backend.h"
@@ -25,6 +26,9 @@ class Session {
   /// One budget for all caches of the context (a model with sliding windows has two); for when the
   /// tensors of one more have been added, and when what a fraction is taken of has changed.
   Status ShareBudget();
+  /// What the host is told that a cache tensor takes. The host asks before it allocates and when it
+  /// places the tensor, and gets the same answer.
+  size_t ReportedBytes(const ggml_tensor* tensor);
 
   const uint64_t id;
   const Result<Config> config;  ///< not OK: every init_tensor fails with this sentence
@@ -35,6 +39,10 @@ class Session {
   void* abort_data = nullptr;
   bool coverage_checked = false;  ///< the host's options have been checked for uncompressed layers
   std::string refusal;            ///< not empty: compute buffers are refused with this sentence
+
+ private:
+  uint64_t reported_ = 0;  ///< of an absolute budget
+  std::unordered_map<const ggml_tensor*, size_t> reported_bytes_;
 };
 
 /// Process-wide list of sessions; thread-safe.

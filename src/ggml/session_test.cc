@@ -90,6 +90,54 @@ TEST(SessionsTest, UnknownOnesAreErrors) {
   EXPECT_LT(qevict_get_layer(engine.session(), 3, 0, nullptr, nullptr, nullptr, 0), 0);
 }
 
+/// Bytes that the host program reads from the cache's buffers.
+uint64_t Reported(const CacheSpec& spec, const std::string& config) {
+  Engine engine(spec, Where::kQevict, config);
+  EXPECT_TRUE(engine.ok()) << config;
+  uint64_t bytes = 0;
+  for (ggml_backend_buffer_t buffer : engine.cache_buffers())
+    bytes += ggml_backend_buffer_get_size(buffer);
+  return bytes;
+}
+
+TEST(ReportedSizeTest, IsTheMostThatCanBeResident) {
+  const uint64_t f16 = uint64_t{2} * 2 * 2048 * 2 * 64 * 2;  // layers, K and V, cells, heads
+  CacheSpec spec = Spec(2048);
+  spec.reserve = false;
+  const uint64_t slack = 4 * 64;  // tensors are aligned
+  EXPECT_EQ(Reported(spec, "preset=full"), f16);
+  EXPECT_EQ(Reported(spec, "budget=30%"), f16);  // a prompt is read in full precision
+  EXPECT_EQ(Reported(spec, "budget=30%,prefill=bounded,report=full"), f16);
+  EXPECT_NEAR(Reported(spec, "budget=30%,prefill=bounded"), 0.3 * static_cast<double>(f16), slack);
+  EXPECT_NEAR(Reported(spec, "budget=600KiB"), 600 * 1024, slack);
+  EXPECT_EQ(Reported(spec, "budget=1GiB"), f16);
+  spec.n_cells = 1024;
+  spec.swa_cells = 1024;
+  spec.layers[1].swa = true;
+  EXPECT_NEAR(Reported(spec, "budget=500KiB"), 500 * 1024, slack);
+}
+
+// Tensors of a buffer that is shorter than they are overlap by address.
+TEST(ReportedSizeTest, AShortBufferHoldsTheSameCache) {
+  for (const std::string budget : {"budget=40%,prefill=bounded", "budget=400KiB"}) {
+    CacheSpec spec = Spec(1024);
+    spec.n_streams = 2;
+    Twin reported(spec, budget), full(spec, budget + ",report=full");
+    const auto step = [&](const std::vector<Token>& tokens) {
+      const StepInput input = reported.Input(tokens);
+      const StepOutput a = reported.ours.Run(input), b = full.ours.Run(full.Input(tokens));
+      EXPECT_EQ(a.status, GGML_STATUS_SUCCESS);
+      EXPECT_EQ(a.attention, b.attention) << budget;
+    };
+    for (int32_t pos = 0; pos < 600; pos += 100) step(TokensOf(0, pos, 100));
+    for (int32_t pos = 600; pos < 620; ++pos) step(TokensOf(0, pos, 1));
+    EXPECT_EQ(reported.ours.ReadState(1, false, 0, 0, 4096),
+              full.ours.ReadState(1, false, 0, 0, 4096));
+    EXPECT_GT(reported.ours.stats().packed_tokens, 0u);
+    EXPECT_THAT(reported.ours.cache()->Validate(), IsEmpty());
+  }
+}
+
 TEST(LifetimeTest, BufferGoesFirst) {
   Twin twin(Spec());
   twin.Step(TokensOf(0, 0, 30));

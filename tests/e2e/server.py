@@ -4,6 +4,7 @@
   unified  default flags (one unified cache, four slots, idle slots saved), 20%: 40 mixed requests on SmolLM2
   slots4   the same with four caches (-np 4)
   exact    f32 weights, full budget: answers of parallel requests are those of the CPU backend one at a time
+  fitted   a machine too small for an f16 cache (--fit-target): every layer is held, and what is resident is the budget's
   saved    a slot saved, erased, restored and continued: as if it had never been away, at full budget and at 20%
 """
 
@@ -139,6 +140,43 @@ def exact(work):
     return report.finish()
 
 
+def available_mib():
+    """What the device reports as free."""
+    found = re.search(r"MemAvailable: +(\d+) kB", open("/proc/meminfo", encoding="ascii").read())
+    return int(found.group(1)) // 1024
+
+
+def resident_mib(pid):
+    status = open(f"/proc/{pid}/status", encoding="ascii").read()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status).group(1)) // 1024
+
+
+def fitted(work):
+    report = Report("SmolLM2, 65536 tokens (1440 MiB of f16) at 5%, room for 700 MiB")
+    report.header("started by", "cache on QEVICT", "other", "resident", widths=(16, -16, -8, -9))
+    model = harness.model(harness.SMOLLM2)
+    n_ctx = 65536
+    for name in ("llama-server", "qevict serve"):
+        fit = ("--fit-target", available_mib() - 700)
+        with_plugin = Server(model, "-c", n_ctx, *fit, config="budget=5%,prefill=bounded", work=work)
+        if name == "qevict serve":
+            with_plugin.command = [str(harness.COMMAND), "serve", "-m", str(model), "-c", str(n_ctx), "--budget", "5%", "--host",
+                                   "127.0.0.1", "--port", str(with_plugin.port), "-t", "2", "--", *map(str, fit), "-lv", "4"]
+        with with_plugin as server:
+            text = server.complete(harness.text(9000), 24)["content"]
+            resident = resident_mib(server.process.pid)
+        held = re.findall(r"QEVICT KV buffer size = +([\d.]+)", server.log)
+        other = re.findall(r"CPU KV buffer size = +([\d.]+)", server.log)
+        layers = re.findall(r"qevict: KV cache of (\d+) layers, (\d+) cells", server.log)
+        report.row(name, held[-1] if held else "-", other[-1] if other else "-", resident)
+        report.check(not other, f"{name}: {other} MiB of the cache are not held")
+        report.check(layers == [("30", str(n_ctx))], f"{name}: holds {layers}")
+        report.check(held and float(held[-1]) < 80, f"{name}: reports {held} MiB")
+        report.check(resident < 500, f"{name}: {resident} MiB resident")
+        report.check(harness.is_readable(text), f"{name}: {text!r} is not readable")
+    return report.finish()
+
+
 class Saved:
     """A conversation on slot 0 that is continued once directly and once after save, erase and restore."""
 
@@ -187,4 +225,4 @@ def saved(work):
 
 
 if __name__ == "__main__":
-    harness.main({"unified": unified, "slots4": slots4, "exact": exact, "saved": saved})
+    harness.main({"unified": unified, "slots4": slots4, "exact": exact, "fitted": fitted, "saved": saved})

@@ -106,6 +106,9 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
+  std::vector<ggml_backend_buffer_t> cache_buffers() const {
+    return swa_buffer_ ? std::vector{buffer_.get(), swa_buffer_.get()} : std::vector{buffer_.get()};
+  }
   bool ok() const { return buffer_ && (spec_.swa_cells == 0 || swa_buffer_); }
   /// What llama.cpp does before a cache is used: lets the scheduler measure a graph. False if it
   /// refuses.
