@@ -71,7 +71,7 @@ struct Config {
   uint32_t sinks = 5;     ///< first tokens of a sequence, always full precision
   uint32_t recents = 32;  ///< last tokens of a sequence, always full precision
   uint32_t recents_percent =
-      0;  ///< if > 0: recents = ceil(percent of the budget tokens), rounded up to `window`
+      0;  ///< if > 0: recents = percent of the tokens that the budget holds, whole windows
   uint32_t window = 8;        ///< Omega, tokens: 1, 2, 4, 8, 16 or 32
   uint32_t interval = 0;      ///< R, generated tokens between routing events; 0 = window
   uint32_t q_permille = 700;  ///< share of the history bytes that goes to the packed tier, 0...1000
@@ -124,10 +124,10 @@ std::optional<uint32_t> HighestLayerNamed(const Config& config);
 
 /// Parses the text form on top of the defaults (or of `base`).
 /// Keys: preset budget budget_tokens sinks recents window interval q codec bits layer_bits
-/// statistics promotion prefill report local_mode charge_dormant fill_slack per_head scores init_rows
-/// first_event score ema_lambda p_norm key_norm_sign check. `budget`: `20%`, `0.2`, or bytes with
-/// unit (`512MiB`, `2GiB`, `1000000B`, `64KiB`). `recents`: tokens or `25%`. `q`: 0...1. Errors:
-/// kInvalidArgument naming the key, the value and the legal range. Never throws.
+/// statistics promotion prefill report local_mode charge_dormant fill_slack per_head scores
+/// init_rows first_event score ema_lambda p_norm key_norm_sign check. `budget`: `20%`, `0.2`, or
+/// bytes with unit (`512MiB`, `2GiB`, `1000000B`, `64KiB`). `recents`: tokens or `25%`. `q`: 0...1.
+/// Errors: kInvalidArgument naming the key, the value and the legal range. Never throws.
 Result<Config> ParseConfig(std::string_view text, const Config& base = {});
 /// ParseConfig, or, where `text` names a readable file (contains no '='), of the file's contents.
 /// kNotFound if neither.
