@@ -14,6 +14,13 @@ flags=(
   -DLLAMA_BUILD_UI=OFF -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF
 )
 
+# ggml's AMX kernels need leave from the kernel, which virtual machines may not give: programs then end
+# with an illegal instruction or a segmentation fault. Nothing here is measured with AMX.
+if [ "$(uname -m)" = x86_64 ]; then
+  no_amx="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+  flags+=("-DCMAKE_C_FLAGS=$no_amx" "-DCMAKE_CXX_FLAGS=$no_amx")
+fi
+
 if [ -n "${QEVICT_LLAMA_BUILD:-}" ]; then
   [ -f "$QEVICT_LLAMA_BUILD/bin/libllama.so" ] ||
     die "QEVICT_LLAMA_BUILD=$QEVICT_LLAMA_BUILD holds no bin/libllama.so; build it with -DBUILD_SHARED_LIBS=ON"

@@ -99,6 +99,10 @@ struct WindowInfo {
   const uint32_t* cells;  ///< [n_tokens]; valid until the next non-const call
 };
 
+/// Tokens at a sequence's end that always stay: Config::recents, or its percentage of the tokens
+/// that the budget would hold in full precision (the paper's setting), whole windows.
+uint64_t RecentTokens(const Config& config, uint64_t f16_token_bytes, uint64_t budget_tokens);
+
 /// Minimum bytes a budget must allow for one stream: sinks + recents + interval + one packed
 /// window, tables included.
 uint64_t MinimumBudgetBytes(const Config& config, std::span<const LayerShape> layers);

@@ -72,7 +72,7 @@ struct Config {
   uint32_t sinks = 5;     ///< first tokens of a sequence, always full precision
   uint32_t recents = 32;  ///< last tokens of a sequence, always full precision
   uint32_t recents_percent =
-      0;  ///< if > 0: recents = ceil(percent of the budget tokens), rounded up to `window`
+      0;  ///< if > 0: recents = percent of the tokens that the budget holds, whole windows
   uint32_t window = 8;        ///< Omega, tokens: 1, 2, 4, 8, 16 or 32
   uint32_t interval = 0;      ///< R, generated tokens between routing events; 0 = window
   uint32_t q_permille = 700;  ///< share of the history bytes that goes to the packed tier, 0...1000

@@ -47,14 +47,28 @@ uint64_t RopeBlockBytes(const kernels::RopeTable& table) {
   return RoundUp(table.n_pairs(), 16) * 2 * sizeof(float);
 }
 
+uint64_t F16TokenBytes(std::span<const LayerShape> layers) {
+  uint64_t bytes = 0;
+  for (const LayerShape& l : layers) {
+    bytes += uint64_t{2} * l.n_kv_heads * (uint64_t{l.head_dim} + l.head_dim_v);
+  }
+  return bytes;
+}
+
 }  // namespace
+
+uint64_t RecentTokens(const Config& config, uint64_t f16_token_bytes, uint64_t budget_tokens) {
+  if (config.recents_percent == 0) return config.recents;
+  const uint64_t held = config.budget_bytes > 0
+                            ? config.budget_bytes / std::max<uint64_t>(f16_token_bytes, 1)
+                            : static_cast<uint64_t>(std::ceil(config.budget_fraction *
+                                                              static_cast<double>(budget_tokens)));
+  return RoundUp(CeilDiv(config.recents_percent * held, 100), config.window);
+}
 
 uint64_t MinimumBudgetBytes(const Config& config, std::span<const LayerShape> layers) {
   const uint64_t w = config.window;
-  uint64_t recents = config.recents;
-  if (config.recents_percent > 0) {
-    recents = RoundUp(CeilDiv(uint64_t{config.recents_percent} * config.budget_tokens, 100), w);
-  }
+  const uint64_t recents = RecentTokens(config, F16TokenBytes(layers), config.budget_tokens);
   const uint64_t n_sink = CeilDiv(config.sinks, w);
   const uint64_t n_full = n_sink + WindowsTouched(recents + config.EffectiveInterval(), w);
   const std::vector<Config> rungs = codecs::RungConfigs(config);
@@ -93,22 +107,20 @@ Config WithLeastBudget(const Config& config, std::span<const LayerShape> layers,
                        uint32_t cells_per_stream) {
   if (config.preset == Preset::kFull) return config;
   Config least = config;
-  double token_bytes = 0;
-  for (const LayerShape& l : layers) {
-    token_bytes += 2.0 * l.n_kv_heads * (static_cast<double>(l.head_dim) + l.head_dim_v);
-  }
+  const auto token_bytes = static_cast<double>(F16TokenBytes(layers));
   constexpr int kMaxRounds = 16;  // recents may be a share of the tokens
   for (int i = 0; i < kMaxRounds; ++i) {
     Config asked = least;
     if (asked.budget_tokens == 0) asked.budget_tokens = cells_per_stream;
     const double minimum = kHeadroom * static_cast<double>(MinimumBudgetBytes(asked, layers));
+    // What is short by less than a byte or a token is rounding of the shares.
     if (config.budget_bytes > 0) {
-      least.budget_bytes =
-          std::max(config.budget_bytes, static_cast<uint64_t>(minimum * n_streams));
+      const auto bytes = static_cast<uint64_t>(minimum * n_streams);
+      if (bytes > config.budget_bytes + 1) least.budget_bytes = bytes;
       break;
     }
-    const double tokens = (minimum + 1.0) / (config.budget_fraction * token_bytes);
-    if (tokens <= asked.budget_tokens) break;
+    const double tokens = minimum / (config.budget_fraction * token_bytes);
+    if (tokens < asked.budget_tokens + 1.0) break;
     least.budget_tokens = static_cast<uint32_t>(std::min(std::ceil(tokens), 2147483647.0));
   }
   return least;
@@ -140,9 +152,7 @@ std::vector<double> ShareBudget(const Config& config, std::span<const CacheDeman
 }
 
 uint32_t KvCache::Impl::Recents() const {
-  if (config.recents_percent == 0) return config.recents;
-  const uint64_t tokens = CeilDiv(uint64_t{config.recents_percent} * budget_tokens, 100);
-  return static_cast<uint32_t>(RoundUp(tokens, config.window));
+  return static_cast<uint32_t>(RecentTokens(config, f16_token_bytes, budget_tokens));
 }
 
 uint64_t KvCache::Impl::DomainBudget() const {

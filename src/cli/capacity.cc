@@ -32,8 +32,10 @@ uint64_t F16TokenBytes(const CacheLayout& cache) {
   return bytes;
 }
 
-bool SameShape(const CacheLayer& a, const CacheLayer& b) {
-  return a.n_kv_heads == b.n_kv_heads && a.head_dim == b.head_dim && a.head_dim_v == b.head_dim_v;
+/// Layers that share their pools.
+bool SamePools(const Config& config, const CacheLayer& a, const CacheLayer& b) {
+  return a.n_kv_heads == b.n_kv_heads && a.head_dim == b.head_dim && a.head_dim_v == b.head_dim_v &&
+         BitsOfLayer(config, a.index) == BitsOfLayer(config, b.index);
 }
 
 /// Windows of a sequence of n tokens, and which of them are protected.
@@ -43,7 +45,8 @@ struct Windows {
   uint64_t total() const { return sinks + recents + history; }
 };
 
-Windows CountWindows(const Config& c, uint32_t n_tokens, uint32_t budget_tokens) {
+Windows CountWindows(const Config& c, const CacheLayout& cache) {
+  const uint32_t n_tokens = cache.tokens_per_sequence;
   const uint64_t w = c.window;
   Windows out;
   out.sink_tokens = std::min<uint64_t>(c.sinks, n_tokens);
@@ -51,10 +54,8 @@ Windows CountWindows(const Config& c, uint32_t n_tokens, uint32_t budget_tokens)
   const uint64_t rest = n_tokens - out.sink_tokens;
   const uint64_t n = CeilDiv(rest, w);
   const uint64_t newest = rest % w ? rest % w : w;  // tokens of the newest window
-  uint64_t recents = c.recents;
-  if (c.recents_percent) {
-    recents = CeilDiv(CeilDiv(uint64_t{c.recents_percent} * budget_tokens, 100), w) * w;
-  }
+  const uint64_t recents = RecentTokens(c, F16TokenBytes(cache),
+                                        c.budget_tokens ? c.budget_tokens : cache.cells_per_stream);
   const uint64_t by_count = CeilDiv(recents, w);
   for (uint64_t rank = 0; rank < n; ++rank) {
     const bool open = rank == 0 && newest < w;
@@ -75,9 +76,7 @@ Windows CountWindows(const Config& c, uint32_t n_tokens, uint32_t budget_tokens)
 class CachePlanner {
  public:
   CachePlanner(const Config& config, const CacheLayout& cache, uint32_t rope_dims)
-      : config_(config),
-        cache_(cache),
-        windows_(CountWindows(config, cache.tokens_per_sequence, cache.cells_per_stream)) {
+      : config_(config), cache_(cache), windows_(CountWindows(config, cache)) {
     f16_token_bytes_ = F16TokenBytes(cache);
     n_domains_ = config.budget_bytes ? 1 : cache.n_streams;
     n_sequences_ = uint64_t{cache.n_sequences} * (config.budget_bytes ? cache.n_streams : 1);
@@ -160,7 +159,7 @@ class CachePlanner {
     uint64_t n_shapes = 0;
     for (size_t i = 0; i < cache_.layers.size(); ++i) {
       size_t first = 0;
-      while (!SameShape(cache_.layers[first], cache_.layers[i])) ++first;
+      while (!SamePools(config_, cache_.layers[first], cache_.layers[i])) ++first;
       n_shapes += first == i ? 1 : 0;
     }
     const uint64_t n_cells = uint64_t{cache_.cells_per_stream} * cache_.n_streams / n_domains_;
@@ -277,9 +276,10 @@ std::vector<double> Fractions(const Config& config, std::span<const CacheLayout>
                               uint32_t rope_dims) {
   std::vector<CacheDemand> demands;
   for (const CacheLayout& cache : caches) {
-    const uint64_t n_streams = config.budget_bytes ? 1 : cache.n_streams;
-    demands.push_back({F16Bytes(cache) / n_streams,
-                       CachePlanner(config, cache, rope_dims).stream_minimum_bytes()});
+    const uint64_t minimum = CachePlanner(config, cache, rope_dims).stream_minimum_bytes();
+    const bool absolute = config.budget_bytes > 0;
+    demands.push_back({F16Bytes(cache) / (absolute ? 1 : cache.n_streams),
+                       minimum * (absolute ? cache.n_streams : 1)});
   }
   return ShareBudget(config, demands);
 }

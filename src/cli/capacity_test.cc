@@ -153,10 +153,33 @@ CacheStats Simulate(const Config& config, const ModelShape& model, uint32_t n_to
   return cache.Stats();
 }
 
+// Layers of other bits have pools of their own, as in the cache.
+TEST(CapacityTest, PoolsAreCountedByBits) {
+  const ModelShape model = Uniform(6, 2, 64);
+  const auto tables = [&](const std::string& bits) {
+    return PlanCapacity(Parse("codec=kvtuner,bits=4" + bits), model, Context(4096)).table_bytes;
+  };
+  EXPECT_EQ(tables(",layer_bits=*:2/2"), tables(""));
+  EXPECT_EQ(tables(",layer_bits=0:2/2") - tables(""), 8320u);
+  EXPECT_EQ(tables(",layer_bits=0:2/2;3:8/8") - tables(""), 2 * 8320u);
+}
+
+// The paper's recents: a quarter of what the budget holds, not of the context.
+TEST(CapacityTest, RecentsByPercentAreOfTheBudget) {
+  const Config config = Parse("budget=20%,recents=25%,window=8");
+  const CapacityPlan plan = PlanCapacity(config, Uniform(6, 2, 64), Context(4096));
+  EXPECT_EQ(plan.budget_bytes, plan.asked_bytes);
+  EXPECT_GT(plan.packed_bytes(), 0u);
+  EXPECT_EQ(RecentTokens(config, 1024, 4096), 208u);  // 25% of 820, in windows of 8
+  EXPECT_EQ(RecentTokens(Parse("budget=1MiB,recents=10%"), 1024, 4096), 104u);
+  EXPECT_EQ(RecentTokens(Parse("recents=10"), 1024, 4096), 10u);
+}
+
 TEST(CapacityTest, AgreesWithARealCache) {
   const ModelShape model = Uniform(6, 2, 64);
-  for (const char* text : {"budget=20%", "budget=40%,q=0.3,bits=4,window=16",
-                           "budget=10%,window=32", "preset=streaming,budget=25%"}) {
+  for (const char* text :
+       {"budget=20%", "budget=40%,q=0.3,bits=4,window=16", "budget=10%,window=32",
+        "preset=streaming,budget=25%", "budget=30%,recents=25%"}) {
     const Config config = Parse(text);
     const CapacityPlan plan = PlanCapacity(config, model, Context(4096));
     const CacheStats real = Simulate(config, model, 4096);

@@ -53,6 +53,12 @@ TEST_F(CommandTest, UsageErrorsAreOneSentenceAndCode2) {
       {"run -m " + model + " -p x --chat", "has none"},
       {"run -m " + model + " -p x --chat --no-chat", "contradict"},
       {"run -m " + model + " -f " + text_ + " -c 64", "-c allows 64"},
+      {"run -hf x/y -p x", "-hf is none of qevict's"},
+      {"run -m " + model + " -p x -ctk q8_0", "-ctk is none of qevict's"},
+      {"run -m " + model + " -p x -ngl 0", "-ngl is none of qevict's"},
+      {"run -m " + model + " -p x --flash-attn=on", "--flash-attn is none of qevict's"},
+      {"run -m " + model + " -p x --preset full --budget 5%", "--budget 5% means nothing"},
+      {"plan -m " + model + " --preset full --codec wf", "--codec wf means nothing"},
       {"run -m " + model + " -p x -- --port 1", "only `qevict serve`"},
       {"serve -m " + model + " --server /nonexistent --dry-run", "/nonexistent"},
       {"serve -m " + model + " --dry-run -- --device CPU", "--device"},
@@ -76,7 +82,6 @@ TEST_F(CommandTest, UsageErrorsAreOneSentenceAndCode2) {
       {"bench model -m " + model + " -r 0", "-r 0 is not legal"},
       {"bench model -m " + model + " --policy full,magic", "preset=magic is not legal"},
       {"bench model -m " + model + " -o xml", "expected md, csv, json or jsonl"},
-      {"bench model -m " + model + " -d 64 --budget 1%", "qevict at 1%, depth 64: "},
       {"bench model -m " + model + " -f " + text_ + " -d 4096", "but the longest test needs"},
       {"bench attention --shapes 14/3x64", "--shapes 14/3x64 is not legal"},
       {"bench attention --tokens 7", "--tokens 7 is not legal: expected integers from 8"},
@@ -115,6 +120,17 @@ TEST_F(CommandTest, HelpOfEveryCommand) {
     EXPECT_EQ(o.out.find("\n\n\n"), std::string::npos) << command;
   }
   EXPECT_EQ(Qevict("--version").out.rfind("qevict ", 0), 0u);
+  EXPECT_EQ(Qevict("-V").out, Qevict("--version").out);
+  EXPECT_EQ(Qevict("help eval kld").out, Qevict("eval kld --help").out);
+  EXPECT_NE(Qevict("help").out.find("Exit codes: 0"), std::string::npos);
+}
+
+TEST_F(CommandTest, OutputThatCannotBeWrittenIsAFailure) {
+  if (!std::ifstream("/dev/full")) GTEST_SKIP() << "the system has no /dev/full";
+  for (const char* command : {"info", "--help", "--version"}) {
+    const Outcome o = Qevict(std::string(command) + " >/dev/full #");
+    EXPECT_EQ(o.code, 1) << command;
+  }
 }
 
 TEST_F(CommandTest, InfoSaysWhatThereIs) {

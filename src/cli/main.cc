@@ -11,6 +11,35 @@
 namespace qevict::cli {
 namespace {
 
+/// llama.cpp's options that mean nothing here. As single letters they would be taken for others:
+/// `-ngl 0` for `-n gl`.
+struct ForeignOption {
+  std::string_view names;  ///< each between spaces
+  std::string_view instead;
+};
+constexpr ForeignOption kForeign[] = {
+    {" -hf -hfr --hf-repo -mu --model-url ",
+     "models are read from files: download it, then -m FILE"},
+    {" -ctk -ctv --cache-type-k --cache-type-v ",
+     "packed windows have the format of --codec and --bits"},
+    {" -ngl --gpu-layers --n-gpu-layers ", "every layer's cache is held: leave it out"},
+    {" -fa --flash-attn ", "flash attention is always on: leave it out"},
+    {" -dev --device ", "the device is QEVICT: leave it out"},
+    {" -nkvo --no-kv-offload ", "it would leave the KV cache uncompressed: leave it out"},
+};
+
+Status CheckForeignOptions(const std::vector<std::string>& words) {
+  for (const std::string& word : words) {
+    const std::string name = " " + word.substr(0, word.find('=')) + " ";
+    for (const ForeignOption& option : kForeign) {
+      if (option.names.find(name) == std::string_view::npos) continue;
+      return InvalidArgument("llama.cpp's option" + name + "is none of qevict's; " +
+                             std::string(option.instead));
+    }
+  }
+  return {};
+}
+
 /// The command that was being parsed, for "see `qevict run --help`".
 std::string NameOf(const CLI::App& root) {
   std::string name = "qevict";
@@ -49,12 +78,18 @@ std::string SentenceOf(const CLI::ParseError& error, const CLI::App& root,
 
 int Main(int argc, char** argv) {
   Arguments arguments = SplitArguments(argc, argv);
+  if (const Status status = CheckForeignOptions(arguments.words); !status.ok()) return Fail(status);
+  if (!arguments.words.empty() && arguments.words.front() == "help") {  // `help run`: `run --help`
+    arguments.words.erase(arguments.words.begin());
+    arguments.words.emplace_back("--help");
+  }
   CLI::App root;
   SetHelp(root, "qevict: a KV cache under a byte budget, for llama.cpp.",
           "qevict COMMAND [options]   (qevict COMMAND --help explains one)",
           "  qevict run -m model.gguf -p \"Why is the sky blue?\" --budget 20%\n"
-          "  qevict serve -m model.gguf -c 32768 --budget 1GiB -- --port 8080\n");
-  root.set_version_flag("--version", "qevict " QEVICT_VERSION_STRING)
+          "  qevict serve -m model.gguf -c 32768 --budget 1GiB -- --port 8080\n\n"
+          "Exit codes: 0 success, 1 a failure, 2 wrong use; one sentence on stderr says why.\n");
+  root.set_version_flag("-V,--version", "qevict " QEVICT_VERSION_STRING)
       ->description("print the version")
       ->group("General");
   root.require_subcommand(1);
@@ -84,12 +119,19 @@ int Main(int argc, char** argv) {
   return Fail(Internal("no command ran"));
 }
 
+/// The output may be a full disk: what could not be written is a failure.
+int CheckOutput(int code) {
+  if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return code;
+  const int failed = Fail(Internal("the output cannot be written"));
+  return code == kOk ? failed : code;
+}
+
 }  // namespace
 }  // namespace qevict::cli
 
 int main(int argc, char** argv) {
   try {
-    return qevict::cli::Main(argc, argv);
+    return qevict::cli::CheckOutput(qevict::cli::Main(argc, argv));
   } catch (const std::exception& error) {
     return qevict::cli::Fail(qevict::Internal(error.what()));
   }

@@ -249,7 +249,14 @@ Result<Config> ConfigOptions::Build(const Config& defaults) const {
     }
     text.append(item).append("\n");
   }
-  return ParseConfig(text, config);
+  Result<Config> built = ParseConfig(text, config);
+  if (!built.ok() || built->preset != Preset::kFull) return built;
+  for (const auto& [key, value] : values_) {
+    if (key == "preset") continue;
+    return InvalidArgument("--" + key + " " + value +
+                           " means nothing with preset full, which keeps everything as it is");
+  }
+  return built;
 }
 
 // --- Files and machine

@@ -1,6 +1,9 @@
 #include "cli/statistics_file.h"
 
+#include <algorithm>
 #include <cerrno>
+#include <charconv>
+#include <filesystem>
 #include <fstream>
 #include <optional>
 #include <system_error>
@@ -33,9 +36,7 @@ Status CheckLayers(const Config& config, const codecs::CodecStatistics* statisti
   return {};
 }
 
-}  // namespace
-
-Result<uint64_t> HashFile(const std::string& path) {
+Result<uint64_t> ReadAndHash(const std::string& path) {
   std::ifstream file(path, std::ios::binary | std::ios::ate);
   if (!file)
     return NotFound("file " + path + " cannot be read: " + std::generic_category().message(errno));
@@ -50,6 +51,36 @@ Result<uint64_t> HashFile(const std::string& path) {
       hash = (hash ^ static_cast<uint8_t>(buffer[i])) * 0x100000001b3u;
     }
     progress.Update(n_done += n);
+  }
+  return hash;
+}
+
+/// Size and time of the last change: a hash that was taken under the same stamp still holds. Empty
+/// if the system does not say.
+std::string StampOf(const std::string& path) {
+  std::error_code error;
+  const uint64_t size = std::filesystem::file_size(path, error);
+  if (error) return {};
+  const auto changed = std::filesystem::last_write_time(path, error);
+  if (error) return {};
+  return std::to_string(size) + " " + std::to_string(changed.time_since_epoch().count());
+}
+
+}  // namespace
+
+Result<uint64_t> HashFile(const std::string& path) {
+  const std::string stamp = StampOf(path), kept = path + ".qevict-hash";
+  std::string line;
+  if (std::ifstream file(kept); !stamp.empty() && std::getline(file, line)) {
+    uint64_t hash = 0;
+    const char* begin = line.data() + std::min(line.size(), stamp.size() + 1);
+    const char* end = line.data() + line.size();
+    const auto [at, error] = std::from_chars(begin, end, hash, 16);
+    if (line.starts_with(stamp + " ") && error == std::errc() && at == end) return hash;
+  }
+  const Result<uint64_t> hash = ReadAndHash(path);
+  if (hash.ok() && !stamp.empty() && StampOf(path) == stamp) {
+    std::ofstream(kept) << stamp << ' ' << std::hex << *hash << '\n';  // a folder may be read-only
   }
   return hash;
 }

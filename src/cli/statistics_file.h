@@ -9,7 +9,8 @@
 
 namespace qevict::cli {
 
-/// FNV-1a (64 bits) of a whole file, with progress on stderr. Errors: kNotFound.
+/// FNV-1a (64 bits) of a whole file, with progress on stderr; kept in FILE.qevict-hash, where that
+/// can be written, and read from there while FILE keeps its size and time. Errors: kNotFound.
 Result<uint64_t> HashFile(const std::string& path);
 
 /// `config` with the bits per layer that Config::statistics, if there is one, gives (allocate.h).

@@ -98,7 +98,7 @@ CacheDemand CacheGroup::Demand() const {
   const uint64_t tokens =
       config_.budget_bytes ? uint64_t{n_cells_} * n_streams_ : config.budget_tokens;
   return {f16_bytes() / (uint64_t{n_cells_} * n_streams_) * tokens,
-          MinimumBudgetBytes(config, GuessedShapes())};
+          MinimumBudgetBytes(config, GuessedShapes()) * (config_.budget_bytes ? n_streams_ : 1)};
 }
 
 Status CacheGroup::SetBudgetFraction(double fraction) {

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Every example of `qevict --help`, of each command's help and of the README runs as it stands, but for the names of files.
+"""Every example of `qevict --help`, of each command's help and of the README runs as it stands, but for the names of files
+and with fewer repetitions.
 
   help         all of them on a tiny model; `serve` with --dry-run
   first_words  the first example of the help on every real model
@@ -15,6 +16,7 @@ from harness import Report
 COMMANDS = ["", "run", "serve", "plan", "info", "eval", "eval kld", "eval ppl", "calibrate", "calibrate codec", "bench",
             "bench model", "bench attention", "bench codecs"]
 MODEL = "model.gguf"
+FEW = [("eval", "--chunks", "1"), ("bench", "-r", "2")]
 SHORT, LONG = ("prompt.txt", "paper.txt"), ("book.txt", "wiki.test.raw")
 
 
@@ -38,12 +40,12 @@ def examples():
 class Runner:
     def __init__(self, report, work):
         self.report, self.work = report, work
-        for name in SHORT:
-            (work / name).write_text(harness.text(3000), encoding="utf-8")
-        for name in LONG:
-            (work / name).write_text("\n".join([harness.text(30000)] * 6), encoding="utf-8")
 
     def run(self, line, model, timeout=900):
+        # A tiny model's tokens are single characters: what is a book to `eval` would not fit the context of `run`.
+        long = harness.text(5000) if line.startswith("qevict run") else "\n".join([harness.text(30000)] * 6)
+        for name in SHORT + LONG:
+            (self.work / name).write_text(harness.text(3000) if name in SHORT else long, encoding="utf-8")
         link = self.work / MODEL
         link.unlink(missing_ok=True)
         link.symlink_to(model)
@@ -53,6 +55,9 @@ class Runner:
             words.insert(2, "--dry-run")
         if ">" in words:
             words = words[:words.index(">")]
+        for command, option, few in FEW:  # the same with fewer repetitions
+            if words[1] == command and option not in words:
+                words += [option, few]
         done = subprocess.run(words, cwd=self.work, env=harness.environment(), stdin=subprocess.DEVNULL, capture_output=True,
                               text=True, errors="replace", timeout=timeout, check=False)
         said = done.stderr.strip().splitlines()
