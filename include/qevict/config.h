@@ -79,6 +79,10 @@ struct Config {
   CodecId codec = CodecId::kKiviAxis;
   uint32_t bits = 2;          ///< of packed codes: 1, 2, 3, 4 or 8 (wf, hadamard, kvquant: 1 to 4)
   uint32_t quarter_bits = 0;  ///< wf: quarters of a bit more, 0...3 (average of K and V)
+  /// The policy that plans; empty: the preset's. See `qevict policies` and qevict/policy.h.
+  std::string policy;
+  /// Parameters of the policy, as `NAME:VALUE/NAME:VALUE`.
+  std::string params;
   /// The packed rungs, best first, as `4/2.5/1.5` (bits of `codec`) or `token:8/wf:2`; empty: one
   /// rung of `codec` and `bits`. At most kMaxRungs - 1.
   std::string rungs;
@@ -135,7 +139,7 @@ std::optional<double> AverageLayerBits(const Config& config);
 std::optional<uint32_t> HighestLayerNamed(const Config& config);
 
 /// Parses the text form on top of the defaults (or of `base`).
-/// Keys: preset budget budget_tokens sinks recents window interval q codec bits rungs layer_bits
+/// Keys: preset budget budget_tokens sinks recents window interval q policy params codec bits rungs layer_bits
 /// statistics promotion prefill report local_mode charge_dormant fill_slack per_head scores init_rows
 /// first_event score ema_lambda p_norm key_norm_sign check. `budget`: `20%`, `0.2`, or bytes with
 /// unit (`512MiB`, `2GiB`, `1000000B`, `64KiB`). `recents`: tokens or `25%`. `q`: 0...1. Errors:

@@ -18,6 +18,7 @@
 
 #include "qevict/config.h"
 #include "qevict/ladder.h"
+#include "qevict/status.h"
 
 namespace qevict {
 
@@ -63,13 +64,15 @@ struct GroupView {
   const Ladder* ladder = nullptr;
   uint64_t token_bytes = 0;    ///< f16 bytes of one token: the group's weight when bytes are shared
   uint64_t reserve_bytes = 0;  ///< of windows that may arrive before the next event
+  uint64_t n_rows_scored = 0;  ///< query rows that Stat::kScore of the oldest window comes from
   std::span<const uint64_t> identity;   ///< rises with every window created, never used again
   std::span<const int32_t> position;    ///< of token 0
   std::span<const uint8_t> n_tokens;
-  std::span<const uint32_t> age;        ///< query rows since the window was complete
+  std::span<const uint32_t> age;        ///< tokens of the sequence behind the window
   std::span<const Rung> rung_k, rung_v;  ///< where the window is now
   /// Bit r: codes of rung r exist, attended or dormant (moving there writes nothing). Bit 0 unused.
   std::span<const uint8_t> codes_k, codes_v;
+  std::span<const uint64_t> bytes;  ///< what the unit costs now; dormant codes included if they count
   std::span<const uint8_t> is_protected;  ///< sinks, recents, windows a row may still be added to
   std::span<const uint8_t> visible;       ///< 0: no row can see it any more (ranks last, always)
   /// [window]; empty if nobody asked for it.
@@ -127,6 +130,16 @@ struct Policy {
 
 /// All policies, in one list (src/policy/policies.cc).
 std::span<const Policy* const> Policies();
+/// Null if there is none of that name.
 const Policy* FindPolicy(std::string_view name);
+/// What `config` asks for: Config::policy, or that of its preset. Requires CheckPolicy.
+const Policy& PolicyOf(const Config& config);
+/// Errors: kInvalidArgument for a policy that does not exist, and for parameters that it does not
+/// have or that are out of range; the message names what is legal.
+Status CheckPolicy(const Config& config);
+/// A parameter's value: as Config::params says, or its standard value.
+double ParamOf(const Config& config, const Policy& policy, std::string_view name);
+/// Events come at decode step Config::first_event and every interval after it.
+bool DueEveryInterval(const Phase& phase, const Config& config);
 
 }  // namespace qevict

@@ -247,6 +247,23 @@ bool ReadLayerBits(std::string_view text, Config& config) {
 
 std::string WriteLayerBits(const Config& config) { return config.layer_bits; }
 
+/// Text that a later check reads: names of policies and parameters, which this module does not know.
+template <auto kMember>
+bool ReadWords(std::string_view text, Config& config) {
+  config.*kMember = text;
+  return true;
+}
+template <auto kMember>
+std::string WriteWords(const Config& config) {
+  return config.*kMember;
+}
+template <auto kMember>
+bool WordsAreValid(const Config& config) {
+  constexpr std::string_view kLegal = "abcdefghijklmnopqrstuvwxyz0123456789_-.:/+eE";
+  const std::string& text = config.*kMember;
+  return text.size() <= 256 && text.find_first_not_of(kLegal) == std::string::npos;
+}
+
 bool ReadRungs(std::string_view text, Config& config) {
   config.rungs = text;
   return true;
@@ -302,6 +319,10 @@ constexpr ConfigKey kKeys[] = {
      WriteNumber<&Config::interval>, InRange<&Config::interval, 0, 65536>},
     {"q", "0 to 1 with at most three decimals", ReadQ, WriteQ,
      InRange<&Config::q_permille, 0, 1000>},
+    {"policy", "a name that `qevict policies` lists, or nothing for the preset's",
+     ReadWords<&Config::policy>, WriteWords<&Config::policy>, WordsAreValid<&Config::policy>},
+    {"params", "NAME:VALUE of the policy's parameters, several between slashes",
+     ReadWords<&Config::params>, WriteWords<&Config::params>, WordsAreValid<&Config::params>},
     {"codec", kCodecLegal, ReadName<&Config::codec, kCodecNames>,
      WriteName<&Config::codec, kCodecNames>, IsNamed<&Config::codec, kCodecNames>},
     {"bits", "1, 2, 3, 4 or 8, or with codec=wf 1 to 4 in steps of 0.25", ReadBits, WriteBits,

@@ -1,7 +1,8 @@
 // Quantization alone, as KIVI (arXiv 2402.02750) and its kin do: whatever is neither sink nor
 // recent is packed, whether the budget binds or not. If even that does not fit, the oldest windows
 // are evicted. Scores play no part.
-#include "policy/history.h"
+#include "policy/parts.h"
+#include "policy/policies.h"
 
 namespace qevict {
 
@@ -16,5 +17,13 @@ HistoryPlan PlanPack(const HistoryInput& input, const Config&) {
   }
   return plan;
 }
+
+const Policy kPackPolicy{
+    "pack", "arXiv 2402.02750 (KIVI), section 3", "packs all history, evicts the oldest if it must",
+    0, {}, DueEveryInterval,
+    [](const View& view, const Budget& budget, const Config& config) {
+      return parts::PlanHistories(
+          view, budget, [&](const HistoryInput& input) { return PlanPack(input, config); });
+    }};
 
 }  // namespace qevict

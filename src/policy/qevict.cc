@@ -1,5 +1,4 @@
-// QEvict's routing rule (arXiv 2608.05326; policies.md 5.4.1 items 3-5, ambiguities as decided
-// in 5.4.3).
+// QEvict's routing rule (arXiv 2608.05326; ambiguities as decided in docs/policies.md).
 //
 // In prose. The history of one layer is a list of windows. Bytes B are there for it; the share q
 // belongs to the packed tier, the rest to full precision, so at most
@@ -34,7 +33,8 @@
 #include <cmath>
 #include <numeric>
 
-#include "policy/history.h"
+#include "policy/parts.h"
+#include "policy/policies.h"
 
 namespace qevict {
 namespace {
@@ -188,5 +188,13 @@ class Router {
 HistoryPlan PlanQEvict(const HistoryInput& input, const Config& config) {
   return Router(input, config).Route();
 }
+
+const Policy kQEvictPolicy{
+    "qevict", "arXiv 2608.05326 (QEvict)",
+    "ranks history by attention: full precision, packed, evicted; both ways", Bit(Stat::kScore), {},
+    DueEveryInterval, [](const View& view, const Budget& budget, const Config& config) {
+      return parts::PlanHistories(
+          view, budget, [&](const HistoryInput& input) { return PlanQEvict(input, config); });
+    }};
 
 }  // namespace qevict

@@ -2,9 +2,10 @@
 // and as many of the newest history windows as fit, all in full precision. Scores play no part;
 // what leaves is evicted for good.
 //
-// Deviation: the original renumbers positions inside the cache; here nothing is renumbered
-// (policies.md C8).
-#include "policy/history.h"
+// Deviation: the original renumbers positions inside the cache; here nothing is renumbered:
+// a key that is kept stays at its original position, and the next query has its true one.
+#include "policy/parts.h"
+#include "policy/policies.h"
 
 namespace qevict {
 
@@ -24,5 +25,13 @@ HistoryPlan PlanStreaming(const HistoryInput& input, const Config&) {
   }
   return plan;
 }
+
+const Policy kStreamingPolicy{
+    "streaming", "arXiv 2309.17453 (StreamingLLM), section 3",
+    "keeps the first and the newest tokens in full precision", 0, {}, DueEveryInterval,
+    [](const View& view, const Budget& budget, const Config& config) {
+      return parts::PlanHistories(
+          view, budget, [&](const HistoryInput& input) { return PlanStreaming(input, config); });
+    }};
 
 }  // namespace qevict

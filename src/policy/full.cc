@@ -1,5 +1,7 @@
-// Preset -> planner. A new policy is one file with one function and one line here.
-#include "policy/history.h"
+// Everything stays in full precision, as if there were no budget. And the ranking of a preset that
+// has one history and one packed rung.
+#include "policy/parts.h"
+#include "policy/policies.h"
 
 namespace qevict {
 
@@ -19,5 +21,11 @@ HistoryPlan PlanHistory(const HistoryInput& input, const Config& config) {
   plan.n_full_capacity = input.candidates.size();
   return plan;
 }
+
+const Policy kFullPolicy{"full", "", "keeps everything in full precision", 0, {},
+                         [](const Phase&, const Config&) { return false; },
+                         [](const View& view, const Budget&, const Config&) {
+                           return parts::KeepAll(view);
+                         }};
 
 }  // namespace qevict
