@@ -241,6 +241,10 @@ class KvCache {
   bool NoteStep(SeqId seq, uint32_t n, bool decode) {
     return NoteStep(seq, n, decode ? StepKind::kDecode : StepKind::kAuto);
   }
+  /// The engine has killed or hidden what was taken back of the sequence's last step, before the
+  /// next one is noted. Otherwise a draft's rows may be taken back by the rows that come, and as
+  /// many more tokens count as recents.
+  void ConfirmTail(SeqId seq);
   /// Rows of the sequence's last step; 0 before its first one.
   uint32_t last_rows(SeqId seq) const;
   /// True once the sequence has made a decode step.

@@ -40,6 +40,7 @@ void KvCache::Impl::MoveUnits(std::span<const WindowId> ids, SeqId from, SeqId t
     }
     units.resize(kept);
     TrimUnits(sequences[from]->layers[il]);
+    sequences[from]->layers[il].allowance = sequences[to]->layers[il].allowance = {};
   }
 }
 

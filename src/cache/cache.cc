@@ -330,6 +330,10 @@ bool KvCache::NoteStep(SeqId seq, uint32_t n, StepKind kind) {
   return impl_->NoteStep(seq, n, kind);
 }
 
+void KvCache::ConfirmTail(SeqId seq) {
+  if (Sequence* s = impl_->Seq(seq)) s->tail_confirmed = true;
+}
+
 uint32_t KvCache::last_rows(SeqId seq) const {
   const Sequence* s = impl_->Seq(seq);
   return s ? s->last_rows : 0;

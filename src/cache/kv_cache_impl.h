@@ -170,6 +170,12 @@ struct LayerState {
 struct LayerSeq {
   std::vector<UnitRecord> units;
   bool routed = false;  // since the sequence began
+  /// What the last plan gave it; tokens appended since were part of the mandatory bytes.
+  struct Allowance {
+    uint64_t mandatory = 0, history = 0;
+    uint32_t n_units = 0;
+    bool known = false;  // no plan yet, or units came by another way
+  } allowance;
 };
 
 /// Plain facts of a sequence: what a copy of it shares.
@@ -183,10 +189,12 @@ struct SequenceFacts {
   uint32_t reserved = 0;      // tokens promised by the last Route and not appended yet
   uint32_t chunk_tokens = 0;  // longest prompt chunk so far
   uint32_t last_rows = 0;     // of the last step
+  uint32_t open_rows = 0;     // of the step before, of which any but the first may be taken back
   uint64_t round = 0;         // decode round that counted it last
   uint64_t chunk_round = 0;   // decode round of its last prompt chunk
   bool had_tokens = false;
-  bool noted = false;  // a step has been noted
+  bool noted = false;           // a step has been noted
+  bool tail_confirmed = false;  // see KvCache::ConfirmTail
   bool prompt_phase = true;
   bool decoded = false;      // a decode step has been noted
   bool first_event = false;  // all layers have been routed once
@@ -415,6 +423,10 @@ struct KvCache::Impl {
                     std::vector<UnitMove>& moves);
   SeqPlan* LongestIdle(std::vector<SeqPlan>& plans, SeqId self) const;
   uint32_t FirstRecentBirth(const Sequence& s, uint32_t recents) const;
+  bool PlanAlone(uint32_t il, SeqId seq, std::span<const SeqId> domain, uint64_t share,
+                 std::vector<UnitMove>& moves);
+  Status PlanDomain(uint32_t il, SeqId seq, std::span<const SeqId> domain, uint64_t share,
+                    std::vector<UnitMove>& moves);
   bool GiveUpRecents(uint32_t il, std::vector<SeqPlan>& plans, SeqId self);
   void ScoreByKeyNorm(uint32_t il, UnitRecord& u) const;
 

@@ -21,6 +21,9 @@ bool KvCache::Impl::NoteStep(SeqId seq, uint32_t n, StepKind kind) {
   s->activity = ++clock;
   s->event_step = false;
   s->noted = true;
+  s->open_rows =
+      s->tail_confirmed || !s->decoded || s->last_rows > kMaxSpeculation ? 0 : s->last_rows;
+  s->tail_confirmed = false;
   s->last_rows = n;
   if (!Routes()) return false;
   const bool generates =
@@ -204,8 +207,10 @@ void KvCache::Impl::CollectCandidates(uint32_t il, SeqPlan& plan) {
   Sequence& s = *sequences[plan.id];
   const uint64_t full_cost = PoolsOf(il).costs().full_bytes;
   const bool restoring = restore && restore->seq == plan.id;
+  // Drafts that may be taken back by the rows that come are no recents.
+  const uint32_t drafts = s.open_rows > 1 && plan.recents > 0 ? s.open_rows - 1 : 0;
   const uint32_t first_recent = restoring              ? 0
-                                : plan.protect_recents ? FirstRecentBirth(s, plan.recents)
+                                : plan.protect_recents ? FirstRecentBirth(s, plan.recents + drafts)
                                                        : kNone;
   plan.mandatory = 0;
   plan.candidates.clear();
@@ -249,8 +254,11 @@ SeqPlan* KvCache::Impl::LongestIdle(std::vector<SeqPlan>& plans, SeqId self) con
 /// everything else is in full precision, the newest first.
 void KvCache::Impl::PlanSequence(uint32_t il, const SeqPlan& p, uint64_t history,
                                  std::vector<UnitMove>& moves) {
+  LayerSeq& ls = sequences[p.id]->layers[il];
+  ls.allowance = {p.mandatory, history, static_cast<uint32_t>(p.n_units()), true};
+  if (p.n_units() == 0) return;
   const UnitCosts costs = PoolsOf(il).costs();
-  const std::vector<UnitRecord>& units = sequences[p.id]->layers[il].units;
+  const std::vector<UnitRecord>& units = ls.units;
   uint64_t visible = 0;
   for (const uint32_t i : p.index) visible += std::max(costs.full_bytes, UnitBytes(il, units[i]));
   uint64_t left = history > visible ? history - visible : 0;
@@ -290,6 +298,66 @@ bool KvCache::Impl::GiveUpRecents(uint32_t il, std::vector<SeqPlan>& plans, SeqI
   return true;
 }
 
+/// Plans the due sequence beside what the others were given, if nearly as much is left as it would
+/// get if all were planned anew: an event then costs what one sequence costs. False: it is not.
+bool KvCache::Impl::PlanAlone(uint32_t il, SeqId seq, std::span<const SeqId> domain, uint64_t share,
+                              std::vector<UnitMove>& moves) {
+  if (domain.size() < 2 || !step_sequences.empty() || restore) return false;
+  uint64_t mandatory = 0, history = 0, n_units = 0;
+  for (const SeqId id : domain) {
+    if (id == seq) continue;
+    const LayerSeq::Allowance& a = sequences[id]->layers[il].allowance;
+    if (!a.known || Chunked(*sequences[id])) return false;
+    mandatory += a.mandatory;
+    history += a.history;
+    n_units += a.n_units;
+  }
+  SeqPlan plan;
+  plan.id = seq;
+  plan.recents = Recents();
+  CollectCandidates(il, plan);
+  mandatory += plan.mandatory;
+  n_units += plan.n_units();
+  if (share < mandatory + history || n_units == 0) return false;
+  const uint64_t left = share - mandatory - history;
+  const uint64_t fair = (share - mandatory) / n_units * plan.n_units();
+  if (left < fair - fair / 16) return false;
+  PlanSequence(il, plan, std::min(left, fair), moves);
+  return true;
+}
+
+/// Plans all sequences of a domain: history bytes by their numbers of candidates.
+Status KvCache::Impl::PlanDomain(uint32_t il, SeqId seq, std::span<const SeqId> domain,
+                                 uint64_t share, std::vector<UnitMove>& moves) {
+  std::vector<SeqPlan> plans;
+  for (const SeqId id : domain) {
+    plans.emplace_back().id = id;
+    plans.back().recents = Recents();
+    CollectCandidates(il, plans.back());
+  }
+  const auto mandatory_bytes = [&plans] {
+    uint64_t bytes = 0;
+    for (const SeqPlan& p : plans) bytes += p.mandatory;
+    return bytes;
+  };
+  uint64_t mandatory = mandatory_bytes();
+  while (mandatory > share && GiveUpRecents(il, plans, seq)) mandatory = mandatory_bytes();
+  if (mandatory > share) {
+    return ResourceExhausted("sinks, recents and reserve of layer " + std::to_string(il) +
+                             " need " + std::to_string(mandatory) +
+                             " bytes; its share of the budget is " + std::to_string(share));
+  }
+  uint64_t n_units = 0;
+  for (const SeqPlan& p : plans) n_units += p.n_units();
+  for (const SeqPlan& p : plans) {
+    const uint64_t left = share - mandatory;
+    const uint64_t history =
+        n_units == 0 ? 0 : left / n_units * p.n_units() + left % n_units * p.n_units() / n_units;
+    PlanSequence(il, p, history, moves);
+  }
+  return {};
+}
+
 Status KvCache::Impl::Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, ParallelFor& pool) {
   if (il >= layers.size()) return OutOfRange("layer " + std::to_string(il) + " does not exist");
   Sequence* self = Seq(seq);
@@ -304,33 +372,9 @@ Status KvCache::Impl::Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, Par
   const std::vector<SeqId> domain = Domain(seq);
   const Result<uint64_t> share = LayerShare(il, domain);
   if (!share.ok()) return share.status();
-  std::vector<SeqPlan> plans;
-  for (const SeqId id : domain) {
-    plans.emplace_back().id = id;
-    plans.back().recents = Recents();
-    CollectCandidates(il, plans.back());
-  }
-  const auto mandatory_bytes = [&plans] {
-    uint64_t bytes = 0;
-    for (const SeqPlan& p : plans) bytes += p.mandatory;
-    return bytes;
-  };
-  uint64_t mandatory = mandatory_bytes();
-  while (mandatory > *share && GiveUpRecents(il, plans, seq)) mandatory = mandatory_bytes();
-  if (mandatory > *share) {
-    return ResourceExhausted("sinks, recents and reserve of layer " + std::to_string(il) +
-                             " need " + std::to_string(mandatory) +
-                             " bytes; its share of the budget is " + std::to_string(*share));
-  }
-
-  uint64_t n_candidates = 0;
-  for (const SeqPlan& p : plans) n_candidates += p.n_units();
   std::vector<UnitMove> moves;
-  for (const SeqPlan& p : plans) {
-    if (p.n_units() == 0 || n_candidates == 0) continue;
-    const uint64_t history = (*share - mandatory) / n_candidates * p.n_units() +
-                             (*share - mandatory) % n_candidates * p.n_units() / n_candidates;
-    PlanSequence(il, p, history, moves);
+  if (!PlanAlone(il, seq, domain, *share, moves)) {
+    QEVICT_RETURN_IF_ERROR(PlanDomain(il, seq, domain, *share, moves));
   }
   QEVICT_RETURN_IF_ERROR(Commit(il, moves, pool));
   self->layers[il].routed = true;
