@@ -253,7 +253,7 @@ std::vector<SeqId> KvCache::Impl::Domain(SeqId seq) const {
 uint64_t KvCache::Impl::LargestFullCost() const {
   uint64_t largest = 0;
   for (const ShapeStore& store : stores)
-    largest = std::max(largest, store.costs().full_bytes * store.shape.n_together);
+    largest = std::max(largest, store.UnitCost(kFullRung, kFullRung) * store.shape.n_together);
   return largest;
 }
 
