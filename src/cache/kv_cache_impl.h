@@ -31,6 +31,7 @@
 #include "base/rope.h"
 #include "cache/convert.h"
 #include "cache/row_format.h"
+#include "cache/sequence_facts.h"
 #include "codecs/codec.h"
 #include "codecs/water_fill.h"
 #include "kernels/attention.h"
@@ -184,32 +185,6 @@ struct LayerSeq {
     uint32_t n_units = 0;
     bool known = false;  // no plan yet, or units came by another way
   } allowance;
-};
-
-/// Plain facts of a sequence: what a copy of it shares.
-struct SequenceFacts {
-  uint64_t appended = 0;  // tokens counted for sinks
-  uint64_t live = 0;      // tokens in windows, not dead
-  uint64_t evicted = 0;   // tokens evicted in every layer, not dead
-  uint64_t decode_steps = 0;
-  uint64_t activity = 0;  // time of the last step
-  int32_t tail_pos = 0;
-  uint32_t reserved = 0;      // tokens promised by the last Route and not appended yet
-  uint32_t chunk_tokens = 0;  // longest prompt chunk so far
-  uint32_t last_rows = 0;     // of the last step
-  uint32_t open_rows = 0;     // of the step before, of which any but the first may be taken back
-  uint64_t round = 0;         // decode round that counted it last
-  uint64_t chunk_round = 0;   // decode round of its last prompt chunk
-  bool had_tokens = false;
-  bool noted = false;           // a step has been noted
-  bool tail_confirmed = false;  // see KvCache::ConfirmTail
-  bool prompt_phase = true;
-  bool decoded = false;      // a decode step has been noted
-  bool first_event = false;  // all layers have been routed once
-  bool event_step = false;   // the step in progress is an event
-  bool chain = true;         // every token was appended behind the one before it
-
-  bool empty() const { return live + evicted == 0; }
 };
 
 struct Sequence : SequenceFacts {
@@ -439,10 +414,8 @@ struct KvCache::Impl {
   uint64_t TotalBudget() const;
   bool LimitWanted() const;
   bool LimitInForce() const { return limit_on && !routing_all && !restore; }
-  bool RoutedSequence(const Sequence& s) const { return Bounded() || s.first_event || Stalled(s); }
-  bool Stalled(const Sequence& s) const {
-    return s.prompt_phase && decode_rounds >= s.chunk_round + config.EffectiveInterval();
-  }
+  bool RoutedSequence(const Sequence& s) const;
+  bool Stalled(const Sequence& s) const;
   uint64_t TableBytes() const;
   uint64_t FixedTableBytes() const;
   uint64_t DormantBytes() const;
@@ -470,7 +443,7 @@ struct KvCache::Impl {
   void FitNow(SeqId seq);
   void KeepLastRows(Sequence& s, uint32_t n);
   void FoldPromptScores(Sequence& s);
-  void UpdateUnitScores(const WindowMasses& masses);
+  void UpdateUnitScores(const WindowMasses& masses, SeqId of_all);
   Status Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, ParallelFor& pool);
   Status RouteAll(SeqId seq, uint32_t reserve_tokens, ParallelFor& pool);
   Status CheckSound() const;

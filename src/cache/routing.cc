@@ -93,17 +93,18 @@ bool KvCache::Impl::AddMassToAll(uint32_t il, std::span<const WindowId> ids,
   if (config.event_scores && !sequences[seq]->event_step) return true;
   mass_units.resize(ids.size());
   for (size_t i = 0; i < ids.size(); ++i) mass_units[i] = &units[i];
-  UpdateUnitScores(masses);
+  UpdateUnitScores(masses, seq);
   return true;
 }
 
 /// Adds masses to the scores of mass_units (null: none) that their sequences' phases say. The other
-/// sum of a unit gets nothing, which is all it needs unless scores decay.
-void KvCache::Impl::UpdateUnitScores(const WindowMasses& masses) {
+/// sum of a unit gets nothing, which is all it needs unless scores decay. of_all: the sequence of
+/// all units, or kNone.
+void KvCache::Impl::UpdateUnitScores(const WindowMasses& masses, SeqId of_all) {
   mass_scores.assign(mass_units.size(), 0.0f);
   mass_others.assign(config.score == ScoreKind::kEma ? mass_units.size() : 0, 0.0f);
   const auto in_prompt = [&](const UnitRecord& u) {
-    return sequences[windows[u.window].seq]->prompt_phase;
+    return sequences[of_all != kNone ? of_all : windows[u.window].seq]->prompt_phase;
   };
   for (size_t i = 0; i < mass_units.size(); ++i) {
     if (!mass_units[i]) continue;
@@ -148,7 +149,7 @@ void KvCache::Impl::AddMass(uint32_t il, std::span<const WindowId> ids, const fl
     at = static_cast<size_t>(u - units.data()) + 1;
     mass_units[i] = u;
   }
-  UpdateUnitScores(masses);
+  UpdateUnitScores(masses, kNone);
 }
 
 uint64_t KvCache::Impl::UnitBytes(uint32_t il, const UnitRecord& u) const {
