@@ -8,8 +8,8 @@
 //   (keys and values are blocks of their own)
 //   full     K [W/S][D][S] 16-bit   tokens in lanes: channel-major inside sub-blocks of S tokens
 //            V [W][Dv]     16-bit   channels in lanes
-//   packed b K codes [D][W] b bits  little-endian in each byte, tokens of one channel adjacent
-//   (policies.md C10)
+//   packed b K codes [D][W] b bits  tokens of one channel adjacent; code j of a part lies in byte
+//                                   j*b/8 from bit (j*b mod 8) on, lowest bits first
 //            K grid  scale f16 [D], zero f16 [D]
 //            V codes [W][Dv] b bits channels of one token adjacent
 //            V grid  scale f16 [W], zero f16 [W]
