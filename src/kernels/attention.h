@@ -3,9 +3,9 @@
 // L1/L2-sized tile of the workspace); the exact probability mass of every window comes back with
 // the output.
 //
-// Storage that the kernels read (written by src/cache, per kv head; W = window length Omega, S =
-// min(W, 8), D, Dv):
-//   (keys and values are blocks of their own)
+// Storage that the kernels read (written by src/cache, per kv head; W = window length, S =
+// min(W, 8), D, Dv); keys and values are blocks of their own:
+//
 //   full     K [W/S][D][S] 16-bit   tokens in lanes: channel-major inside sub-blocks of S tokens
 //            V [W][Dv]     16-bit   channels in lanes
 //   packed b K codes [D][W] b bits  tokens of one channel adjacent; code j of a part lies in byte
@@ -14,9 +14,10 @@
 //            V codes [W][Dv] b bits channels of one token adjacent
 //            V grid  scale f16 [W], zero f16 [W]
 //            value = code * scale + zero; packed keys are stored before RoPE and rotated by the
-//            kernel.
+//            kernel
 //   token    every token by itself, keys after RoPE: see kernels/token_code.h (W >= 8)
 //   grid     codes on grids along any axis: see kernels/grid_code.h (W >= 8)
+//
 // D and Dv are multiples of 8 up to 512; W is 1, 2, 4, 8, 16 or 32.
 #pragma once
 
