@@ -190,20 +190,22 @@ class Block {
                      uint64_t& values) {
     tokens_.Clear();
     for (uint32_t i = 0; i < n_win; ++i) {
-      const WindowRef& w = Window(first + i);
       const uint32_t bits = WindowBits(seen, i), column = i * h_.window;
-      const bool k = KeyRung(h_, w).format == WindowFormat::kToken;
-      const bool v = ValueRung(h_, w).format == WindowFormat::kToken;
+      if (bits == 0) continue;
+      const WindowRef& w = Window(first + i);
+      const RungArgs &k = KeyRung(h_, w), &v = ValueRung(h_, w);
+      const bool has_k = k.format == WindowFormat::kToken, has_v = v.format == WindowFormat::kToken;
       const uint64_t mask = static_cast<uint64_t>(bits) << column;
-      if (k) keys &= ~mask;
-      if (v) values &= ~mask;
+      if (has_k) keys &= ~mask;
+      if (has_v) values &= ~mask;
+      TokenPart<S>&key_part = tokens_.part(w.rung_k), &value_part = tokens_.part(w.rung_v);
       for (uint32_t part = 0; 8 * part < h_.window; ++part) {
         if ((bits >> (8 * part) & 0xFFu) == 0) continue;
-        if (k) {
+        if (has_k) {
           const Ahead ahead = fetches_.Next(first + i, part, token_steps_[w.rung_k]);
-          tokens_.part(w.rung_k).ListKeys(w, part, column, ahead);
+          key_part.ListKeys(w, w.k + k.k_offset, part, column, ahead);
         }
-        if (v) tokens_.part(w.rung_v).ListValues(w, part, column);
+        if (has_v) value_part.ListValues(w.v + v.v_offset, part, column);
       }
     }
   }

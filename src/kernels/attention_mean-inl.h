@@ -13,23 +13,23 @@ namespace qevict::kernels::internal {
 template <class S>
 class MeanPart {
  public:
-  /// rung: of a token code whose keys have a mean.
-  MeanPart(const BlockArgs& args, uint32_t rung)
-      : a_(args), h_(*args.head), s_(args.scratch.token[rung]), rung_(rung) {}
-
   /// Products of queries and mean, per pair: q . R mean = cos * first + sin * second.
-  void Prepare() {
-    const float* mean = h_.rungs[rung_].token->k.mean;
-    const RopeView& rope = h_.rope;
+  /// rung: of a token code whose keys have a mean.
+  void Prepare(const BlockArgs& args, uint32_t rung) {
+    a_ = &args;
+    h_ = args.head;
+    s_ = &args.scratch.token[rung];
+    const float* mean = h_->rungs[rung].token->k.mean;
+    const RopeView& rope = h_->rope;
     const uint32_t n = Pairs(), padded = PadLanes(rope.n_pairs);
-    for (uint32_t m = 0; m < a_.n_vec; ++m) {
-      const float* q = a_.scratch.q + static_cast<size_t>(m) * h_.head_dim;
-      float* first = s_.mean_q + static_cast<size_t>(m) * 2 * padded;
+    for (uint32_t m = 0; m < a_->n_vec; ++m) {
+      const float* q = a_->scratch.q + static_cast<size_t>(m) * h_->head_dim;
+      float* first = s_->mean_q + static_cast<size_t>(m) * 2 * padded;
       float* second = first + padded;
-      const uint32_t rotated = n == 0 ? h_.head_dim : rope.offset;
+      const uint32_t rotated = n == 0 ? h_->head_dim : rope.offset;
       float all = 0.0f;
       for (uint32_t c = 0; c < rotated; ++c) all += q[c] * mean[c];
-      for (uint32_t c = rotated + 2 * n; c < h_.head_dim; ++c) all += q[c] * mean[c];
+      for (uint32_t c = rotated + 2 * n; c < h_->head_dim; ++c) all += q[c] * mean[c];
       constant_[m] = all;
       for (uint32_t i = 0; i < n; ++i) {
         const uint32_t x = rope.offset + (rope.halves ? i : 2 * i), y = x + (rope.halves ? n : 1);
@@ -47,8 +47,8 @@ class MeanPart {
   /// Adds the means' part to the scores of a tile of 64 tokens that follow each other from pos on.
   void AddTile(int32_t pos) {
     alignas(64) float cos[kCoefStride], sin[kCoefStride];
-    PhasesAt<S>(h_.rope, pos, cos, sin);
-    Evaluate<true>(cos, sin, a_.scratch.scores);
+    PhasesAt<S>(h_->rope, pos, cos, sin);
+    Evaluate<true>(cos, sin, a_->scratch.scores);
   }
 
   /// Adds the means' part to the scores of 8 tokens of all query vectors, scores [n_vec][kTile]
@@ -57,7 +57,7 @@ class MeanPart {
     const uint32_t at = static_cast<uint32_t>(pos) & 63u;
     if (stride == 1 && at + 8 <= 64 && Tabled(pos)) {  // nearly always
       const float* block = Block(pos >> 6) + at;
-      for (uint32_t m = 0; m < a_.n_vec; ++m, scores += kTile, block += kTile) {
+      for (uint32_t m = 0; m < a_->n_vec; ++m, scores += kTile, block += kTile) {
         const auto sum = S::Add(S::LoadBlocks(scores, scores), S::LoadBlocks(block, block));
         S::StoreBlocks(sum, scores, scores);
       }
@@ -67,16 +67,16 @@ class MeanPart {
   }
 
  private:
-  uint32_t Pairs() const { return h_.rope.coarse == nullptr ? 0 : h_.rope.n_pairs; }
+  uint32_t Pairs() const { return h_->rope.coarse == nullptr ? 0 : h_->rope.n_pairs; }
 
   /// Positions below 0 are rare, those beyond the table belong to tokens that are not there.
   bool Tabled(int32_t pos) const {
-    return Pairs() != 0 && pos >= 0 && static_cast<uint32_t>(pos) >> 6 < h_.rope.n_blocks;
+    return Pairs() != 0 && pos >= 0 && static_cast<uint32_t>(pos) >> 6 < h_->rope.n_blocks;
   }
 
   void AddToken(int32_t pos, float* scores) {
     const float* block = Tabled(pos) ? Block(pos >> 6) + (pos & 63) : nullptr;
-    for (uint32_t m = 0; m < a_.n_vec; ++m) {
+    for (uint32_t m = 0; m < a_->n_vec; ++m) {
       scores[m * kTile] += block != nullptr           ? block[m * kTile]
                            : Pairs() == 0 || pos >= 0 ? constant_[m]
                                                       : One(m, pos);
@@ -86,11 +86,11 @@ class MeanPart {
   /// Scores of all query vectors at the 64 positions of a block: [n_vec][64].
   const float* Block(int32_t block) {
     const uint32_t slot = static_cast<uint32_t>(block) & 1u;
-    float* scores = s_.mean_scores + static_cast<size_t>(slot) * a_.n_vec * kTile;
+    float* scores = s_->mean_scores + static_cast<size_t>(slot) * a_->n_vec * kTile;
     if (tag_[slot] == block) return scores;
     tag_[slot] = block;
-    const float* coarse = h_.rope.coarse + static_cast<size_t>(block) * 2 * h_.rope.stride;
-    Evaluate<false>(coarse, coarse + h_.rope.stride, scores);
+    const float* coarse = h_->rope.coarse + static_cast<size_t>(block) * 2 * h_->rope.stride;
+    Evaluate<false>(coarse, coarse + h_->rope.stride, scores);
     return scores;
   }
 
@@ -98,18 +98,18 @@ class MeanPart {
   /// [n_pairs].
   template <bool kAdd>
   void Evaluate(const float* cos, const float* sin, float* scores) {
-    const uint32_t n_terms = 2 * h_.rope.n_fast + 4;
-    for (uint32_t m = 0; m < a_.n_vec; ++m)
-      Terms(m, cos, sin, s_.mean_terms + static_cast<size_t>(m) * n_terms);
-    Gemm<S, kAdd>(s_.mean_terms, n_terms, h_.rope.basis, kTile, scores, kTile, a_.n_vec, kTile,
+    const uint32_t n_terms = 2 * h_->rope.n_fast + 4;
+    for (uint32_t m = 0; m < a_->n_vec; ++m)
+      Terms(m, cos, sin, s_->mean_terms + static_cast<size_t>(m) * n_terms);
+    Gemm<S, kAdd>(s_->mean_terms, n_terms, h_->rope.basis, kTile, scores, kTile, a_->n_vec, kTile,
                   n_terms);
   }
 
   void Terms(uint32_t m, const float* cos, const float* sin, float* terms) {
     using V = typename S::V;
-    const RopeView& rope = h_.rope;
+    const RopeView& rope = h_->rope;
     const uint32_t padded = PadLanes(rope.n_pairs), stride = rope.stride;
-    const float* first = s_.mean_q + static_cast<size_t>(m) * 2 * padded;
+    const float* first = s_->mean_q + static_cast<size_t>(m) * 2 * padded;
     alignas(64) float fast_sin[kCoefStride];
     V c0 = S::Zero(), c1 = S::Zero(), c2 = S::Zero(), c3 = S::Zero();
     for (uint32_t i = 0; i < rope.n_pairs; i += S::kLanes) {
@@ -156,13 +156,13 @@ class MeanPart {
 
   /// Any position, one pair after the other.
   float One(uint32_t m, int32_t pos) const {
-    const RopeView& rope = h_.rope;
+    const RopeView& rope = h_->rope;
     const uint32_t p = pos < 0 ? 0u - static_cast<uint32_t>(pos) : static_cast<uint32_t>(pos);
     const float sign = pos < 0 ? -1.0f : 1.0f;
     const float* coarse = rope.coarse + static_cast<size_t>(p >> 6) * 2 * rope.stride;
     const float* fine = rope.fine + static_cast<size_t>(p & 63) * 2 * rope.stride;
     const uint32_t padded = PadLanes(rope.n_pairs);
-    const float* first = s_.mean_q + static_cast<size_t>(m) * 2 * padded;
+    const float* first = s_->mean_q + static_cast<size_t>(m) * 2 * padded;
     float sum = constant_[m];
     for (uint32_t i = 0; i < rope.n_pairs; ++i) {
       const float cc = coarse[i], cs = coarse[rope.stride + i];
@@ -172,12 +172,12 @@ class MeanPart {
     return sum;
   }
 
-  const BlockArgs& a_;
-  const HeadArgs& h_;
-  const Scratch::Token& s_;
-  uint32_t rung_;
+  // Set by Prepare alone.
+  const BlockArgs* a_;
+  const HeadArgs* h_;
+  const Scratch::Token* s_;
   float constant_[kPromptVectors];
-  int32_t tag_[2] = {-1, -1};
+  int32_t tag_[2];
 };
 
 }  // namespace qevict::kernels::internal

@@ -15,9 +15,10 @@ struct TokenBlock {
   const uint8_t* scale;
   const uint16_t* zero;
   uint32_t column;  ///< of the tile
-  int32_t pos;      ///< token t has position pos + t * pos_stride
+  // Of keys:
+  int32_t pos;  ///< token t has position pos + t * pos_stride
   uint32_t pos_stride;
-  Ahead ahead;  ///< keys: fetched while the block is scored, in as many steps as they have units
+  Ahead ahead;  ///< fetched while the block is scored, in as many steps as it has units
 };
 
 /// Bytes of a scale.
@@ -38,15 +39,12 @@ struct TokenOffsets {
     words_step = code.n_words * 32, scale_step = 8 * ScaleBytes(code);
   }
 
-  /// Tokens 8 * part ... of the block at p of window w, which begins at `column` of the tile.
-  void Locate(const WindowRef& w, const uint8_t* p, uint32_t part, uint32_t column,
-              TokenBlock& b) const {
+  /// Tokens 8 * part ... of the block at p of a window that begins at `column` of the tile.
+  void Locate(const uint8_t* p, uint32_t part, uint32_t column, TokenBlock& b) const {
     b.words = p + size_t{part} * words_step;
     b.scale = p + scale + size_t{part} * scale_step;
     b.zero = reinterpret_cast<const uint16_t*>(p + zero) + 8 * part;
     b.column = column + 8 * part;
-    b.pos_stride = w.pos_stride;
-    b.pos = w.pos0 + static_cast<int32_t>(8 * part * w.pos_stride);
   }
 };
 

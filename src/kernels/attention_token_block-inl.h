@@ -13,46 +13,47 @@ namespace qevict::kernels::internal {
 /// Blocks of 8 tokens of the tile's keys (or values) on one rung that somebody sees.
 struct TokenTile {
   TokenBlock blocks[kTile / 8 + 1];
-  uint32_t n = 0;
+  uint32_t n;
 };
 
 template <class S>
 class TokenPart {
  public:
-  TokenPart(const BlockArgs& args, uint32_t rung)
-      : a_(args),
-        h_(*args.head),
-        s_(args.scratch),
-        own_(args.scratch.token[rung]),
-        code_(h_.rungs[rung].token) {}
-
   TokenTile keys, values;  ///< of the tile at hand
 
   /// has_keys, has_values: whether some window of the chunk has them on this rung.
-  void Prepare(bool has_keys, bool has_values) {
+  void Prepare(const BlockArgs& args, uint32_t rung, bool has_keys, bool has_values) {
+    a_ = &args;
+    h_ = args.head;
+    s_ = &args.scratch;
+    own_ = &args.scratch.token[rung];
+    code_ = h_->rungs[rung].token;
     if (has_keys) {
-      key_offsets_ = TokenOffsets(code_->k, h_.window);
+      key_offsets_ = TokenOffsets(code_->k, h_->window);
       k_fields_ = FieldCursors(code_->k);
       wide_ = WidePlaces(code_->k) != 0;
       const size_t stride = QueryStride();
-      for (uint32_t m = 0; m < a_.n_vec; ++m) {
-        queries_[m] = QuantizeQuery<S>(code_->k, s_.q + static_cast<size_t>(m) * h_.head_dim,
-                                       own_.q_bytes + m * stride);
+      for (uint32_t m = 0; m < a_->n_vec; ++m) {
+        queries_[m] = QuantizeQuery<S>(code_->k, s_->q + static_cast<size_t>(m) * h_->head_dim,
+                                       own_->q_bytes + m * stride);
       }
     }
     if (!has_values) return;
-    value_offsets_ = TokenOffsets(code_->v, h_.window);
-    __builtin_memset(own_.o, 0, sizeof(float) * a_.n_vec * own_.stride);
+    value_offsets_ = TokenOffsets(code_->v, h_->window);
+    __builtin_memset(own_->o, 0, sizeof(float) * a_->n_vec * own_->stride);
   }
 
-  /// Adds 8 tokens of a window to `keys`.
-  void ListKeys(const WindowRef& w, uint32_t part, uint32_t column, const Ahead& ahead) {
+  /// Adds 8 tokens of a window's keys, which begin at p, to `keys`.
+  void ListKeys(const WindowRef& w, const uint8_t* p, uint32_t part, uint32_t column,
+                const Ahead& ahead) {
     TokenBlock& block = keys.blocks[keys.n++];
-    key_offsets_.Locate(w, KeysOf(h_, w), part, column, block);
+    key_offsets_.Locate(p, part, column, block);
+    block.pos_stride = w.pos_stride;
+    block.pos = w.pos0 + static_cast<int32_t>(8 * part * w.pos_stride);
     block.ahead = ahead;
   }
-  void ListValues(const WindowRef& w, uint32_t part, uint32_t column) {
-    value_offsets_.Locate(w, ValuesOf(h_, w), part, column, values.blocks[values.n++]);
+  void ListValues(const uint8_t* p, uint32_t part, uint32_t column) {
+    value_offsets_.Locate(p, part, column, values.blocks[values.n++]);
   }
 
   /// Scores of the listed keys, without their mean's part.
@@ -61,11 +62,11 @@ class TokenPart {
     for (uint32_t i = 0; i < keys.n; i += S::kLanes / 8) {
       TokenBlock x = keys.blocks[i];  // the last one may be its own partner
       TokenBlock y = i + 1 < keys.n ? keys.blocks[i + 1] : x;
-      ForBlocks(0, a_.n_vec, [&](uint32_t m, auto block) {
+      ForBlocks(0, a_->n_vec, [&](uint32_t m, auto block) {
         constexpr int kM = decltype(block)::value;
         const auto score = wide_ ? ScoreTokens<S, kM, true> : ScoreTokens<S, kM, false>;
-        score(code_->k, k_fields_, x, y, own_.q_bytes + m * stride, stride, queries_ + m,
-              s_.scores + m * kTile);
+        score(code_->k, k_fields_, x, y, own_->q_bytes + m * stride, stride, queries_ + m,
+              s_->scores + m * kTile);
         x.ahead.step = y.ahead.step = 0;  // has been fetched
       });
     }
@@ -86,24 +87,24 @@ class TokenPart {
       S::Store(scale + i, S::IfBits(bits, S::Load(scale + i), S::Zero()));
       S::Store(zero + i, S::IfBits(bits, S::Load(zero + i), S::Zero()));
     }
-    ForBlocks(0, a_.n_vec, [&](uint32_t m, auto block) {
+    ForBlocks(0, a_->n_vec, [&](uint32_t m, auto block) {
       AddBlock<decltype(block)::value>(m, scale, zero);
     });
   }
 
   void Rescale(uint32_t m, float factor) {
-    float* o = own_.o + static_cast<size_t>(m) * own_.stride;
+    float* o = own_->o + static_cast<size_t>(m) * own_->stride;
     const auto f = S::Set1(factor);
-    for (uint32_t j = 0; j < own_.stride; j += S::kLanes)
+    for (uint32_t j = 0; j < own_->stride; j += S::kLanes)
       S::Store(o + j, S::Mul(S::Load(o + j), f));
   }
 
   /// o [n_vec][dv_pad] += the part's output, in the order of channels.
   void Join(float* o) {
     const VectorCode& code = code_->v;
-    for (uint32_t m = 0; m < a_.n_vec; ++m) {
-      const float* places = own_.o + static_cast<size_t>(m) * own_.stride;
-      float* out = o + static_cast<size_t>(m) * h_.dv_pad;
+    for (uint32_t m = 0; m < a_->n_vec; ++m) {
+      const float* places = own_->o + static_cast<size_t>(m) * own_->stride;
+      float* out = o + static_cast<size_t>(m) * h_->dv_pad;
       const float zeros = places[ZerosAt()];
       for (uint32_t j = 0; j < code.n_places; ++j) {
         if (code.step[j] != 0.0f) out[code.channel[j]] += code.step[j] * (places[j] + zeros);
@@ -114,7 +115,7 @@ class TokenPart {
  private:
   size_t QueryStride() const { return QueryBytes(code_->k); }
   /// Behind the places of a query vector's output: sum of probability * zero.
-  uint32_t ZerosAt() const { return own_.stride - kPad; }
+  uint32_t ZerosAt() const { return own_->stride - kPad; }
 
   template <int kM>
   void AddBlock(uint32_t m, const float* scale, const float* zero) {
@@ -122,41 +123,35 @@ class TokenPart {
     float units[kM];
     int32_t sums[kM];  // of the weights, if centers need them
     for (uint32_t i = 0; i < kM; ++i) {
-      const float* p = s_.scores + (m + i) * kTile;
+      const float* p = s_->scores + (m + i) * kTile;
       sums[i] = 0;
-      units[i] = QuantizeWeights<S>(p, scale, s_.weights + (m + i) * kTile,
+      units[i] = QuantizeWeights<S>(p, scale, s_->weights + (m + i) * kTile,
                                     code.center != 0 ? sums + i : nullptr);
-      float* o = own_.o + static_cast<size_t>(m + i) * own_.stride;
+      float* o = own_->o + static_cast<size_t>(m + i) * own_->stride;
       if (HasZero(code)) o[ZerosAt()] += DotTile<S>(p, zero);
     }
-    float* o = own_.o + static_cast<size_t>(m) * own_.stride;
-    AddTokens<S, kM>(code, values.blocks, values.n, s_.weights + m * kTile, sums, units, o,
-                     own_.stride, code.n_places);
+    float* o = own_->o + static_cast<size_t>(m) * own_->stride;
+    AddTokens<S, kM>(code, values.blocks, values.n, s_->weights + m * kTile, sums, units, o,
+                     own_->stride, code.n_places);
   }
 
-  const BlockArgs& a_;
-  const HeadArgs& h_;
-  const Scratch& s_;
-  const Scratch::Token& own_;
-  const TokenCode* code_;  ///< null for rungs in other formats
+  // Set by Prepare alone: most rungs of a call are in no token code, and blocks are many.
+  const BlockArgs* a_;
+  const HeadArgs* h_;
+  const Scratch* s_;
+  const Scratch::Token* own_;
+  const TokenCode* code_;
   TokenOffsets key_offsets_, value_offsets_;
   TokenQuery queries_[kPromptVectors];
   FieldCursors k_fields_;
-  bool wide_ = false;  ///< keys have places of 8 bits
+  bool wide_;  ///< keys have places of 8 bits
 };
 
 /// All rungs in token codes of a block of query vectors.
 template <class S>
 class TokenParts {
  public:
-  explicit TokenParts(const BlockArgs& args)
-      : a_(args),
-        h_(*args.head),
-        parts_{{args, 0}, {args, 1}, {args, 2}, {args, 3},
-               {args, 4}, {args, 5}, {args, 6}, {args, 7}},
-        means_{{args, 0}, {args, 1}, {args, 2}, {args, 3},
-               {args, 4}, {args, 5}, {args, 6}, {args, 7}} {}
-  static_assert(kMaxRungs == 8);
+  explicit TokenParts(const BlockArgs& args) : a_(args), h_(*args.head) {}
 
   bool any() const { return (has_keys_ | has_values_) != 0; }
   /// Some window of the chunk has its keys (or values) on this rung.
@@ -167,10 +162,10 @@ class TokenParts {
     uint32_t prepared = 0;
     ForRungs(has_keys_ | has_values_, [&](uint32_t r) {
       const bool keys = (has_keys_ >> r & 1u) != 0;
-      parts_[r].Prepare(keys, (has_values_ >> r & 1u) != 0);
+      parts_[r].Prepare(a_, r, keys, (has_values_ >> r & 1u) != 0);
       const uint32_t mean = h_.rungs[r].mean;
       if (!keys || mean == kMaxRungs || (prepared >> mean & 1u) != 0) return;
-      means_[mean].Prepare();
+      means_[mean].Prepare(a_, mean);
       prepared |= 1u << mean;
     });
   }
