@@ -8,8 +8,9 @@
 namespace qevict {
 namespace {
 
-constexpr const Policy* kPolicies[] = {&kFullPolicy, &kStreamingPolicy, &kPackPolicy,
-                                       &kQEvictPolicy, &kLadderPolicy};
+constexpr const Policy* kPolicies[] = {&kFullPolicy,   &kStreamingPolicy, &kPackPolicy,
+                                       &kQEvictPolicy, &kSnapKvPolicy,    &kAdaKvPolicy,
+                                       &kLadderPolicy};
 
 struct Param {
   std::string_view name;

@@ -5,6 +5,7 @@
 
 namespace qevict {
 
-extern const Policy kFullPolicy, kStreamingPolicy, kPackPolicy, kQEvictPolicy, kLadderPolicy;
+extern const Policy kFullPolicy, kStreamingPolicy, kPackPolicy, kQEvictPolicy, kSnapKvPolicy,
+    kAdaKvPolicy, kLadderPolicy;
 
 }  // namespace qevict
