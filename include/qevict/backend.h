@@ -44,8 +44,8 @@ QEVICT_API uint64_t qevict_last_session(void);
  * routing event. */
 QEVICT_API int qevict_set_budget_tokens(uint64_t session, uint32_t tokens);
 
-/* What the next batches are. AUTO: a one-row batch of a sequence starts decoding. PROMPT: batches
- * are prompt chunks whatever their size. DECODE: each row is one decode step, however many rows a
+/* What the next batches are. AUTO: rows tell (docs/architecture.md, Phases). PROMPT: batches are
+ * prompt chunks whatever their size. DECODE: each row is one decode step, however many rows a
  * batch has. */
 enum qevict_phase { QEVICT_PHASE_AUTO = 0, QEVICT_PHASE_PROMPT = 1, QEVICT_PHASE_DECODE = 2 };
 QEVICT_API int qevict_set_phase(uint64_t session, enum qevict_phase phase);

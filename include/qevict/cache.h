@@ -33,6 +33,7 @@
 
 namespace qevict {
 
+class DomainView;
 class ParallelFor;
 struct RopeParams;
 enum class Elem : uint8_t;
@@ -252,6 +253,10 @@ class KvCache {
   bool NoteStep(SeqId seq, uint32_t n, bool decode) {
     return NoteStep(seq, n, decode ? StepKind::kDecode : StepKind::kAuto);
   }
+  /// The engine has killed or hidden what was taken back of the sequence's last step, before the
+  /// next one is noted. Otherwise a draft's rows may be taken back by the rows that come, and as
+  /// many more tokens count as recents.
+  void ConfirmTail(SeqId seq);
   /// Rows of the sequence's last step; 0 before its first one.
   uint32_t last_rows(SeqId seq) const;
   /// True once the sequence has made a decode step.
@@ -335,6 +340,7 @@ class KvCache {
   void FailGrowthAt(size_t n);
 
  private:
+  friend class DomainView;
   KvCache();
   struct Impl;
   std::unique_ptr<Impl> impl_;

@@ -54,6 +54,7 @@ void KvCache::Impl::MoveUnits(std::span<const WindowId> ids, SeqId from, SeqId t
       target.ledger.insert(at, e);
     });
     TrimUnits(source);
+    source.allowance = target.allowance = {};
   }
 }
 

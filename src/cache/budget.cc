@@ -165,6 +165,15 @@ uint64_t KvCache::Impl::TotalBudget() const {
   return config.budget_bytes > 0 ? config.budget_bytes : DomainBudget() * n_streams;
 }
 
+/// A prompt that others have left behind.
+bool KvCache::Impl::Stalled(const Sequence& s) const {
+  return s.prompt_phase && decode_rounds >= s.chunk_round + config.EffectiveInterval();
+}
+
+bool KvCache::Impl::RoutedSequence(const Sequence& s) const {
+  return Bounded() || s.first_event || Stalled(s);
+}
+
 /// See the head of this file.
 bool KvCache::Impl::LimitWanted() const {
   if (!Routes()) return false;
@@ -253,7 +262,7 @@ std::vector<SeqId> KvCache::Impl::Domain(SeqId seq) const {
 uint64_t KvCache::Impl::LargestFullCost() const {
   uint64_t largest = 0;
   for (const ShapeStore& store : stores)
-    largest = std::max(largest, store.costs().full_bytes * store.shape.n_together);
+    largest = std::max(largest, store.UnitCost(kFullRung, kFullRung) * store.shape.n_together);
   return largest;
 }
 

@@ -50,6 +50,7 @@ Result<std::unique_ptr<KvCache>> KvCache::Create(const Config& config,
                                                  std::vector<LayerShape> layers, uint32_t n_streams,
                                                  uint32_t cells_per_stream) {
   QEVICT_RETURN_IF_ERROR(ValidateConfig(config));
+  QEVICT_RETURN_IF_ERROR(CheckPolicy(config));
   if (layers.empty() || layers.size() > 0xFFFF) {
     return InvalidArgument("a cache needs 1 to 65535 layers, not " + std::to_string(layers.size()));
   }
@@ -335,6 +336,10 @@ void KvCache::AddMass(uint32_t il, std::span<const WindowId> ids, const float* m
 bool KvCache::NoteStep(SeqId seq, uint32_t n, StepKind kind) {
   impl_->FinishRestore();
   return impl_->NoteStep(seq, n, kind);
+}
+
+void KvCache::ConfirmTail(SeqId seq) {
+  if (Sequence* s = impl_->Seq(seq)) s->tail_confirmed = true;
 }
 
 uint32_t KvCache::last_rows(SeqId seq) const {

@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <memory>
 #include <new>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -30,13 +31,13 @@
 #include "base/rope.h"
 #include "cache/convert.h"
 #include "cache/row_format.h"
+#include "cache/sequence_facts.h"
 #include "codecs/codec.h"
 #include "codecs/water_fill.h"
 #include "kernels/attention.h"
 #include "kernels/rope_table.h"
-#include "policy/history.h"
 #include "qevict/cache.h"
-#include "qevict/ladder.h"
+#include "qevict/policy.h"
 #include "store/block_pool.h"
 #include "store/tight.h"
 
@@ -160,8 +161,6 @@ struct ShapeStore {
   uint64_t UnitCost(Rung k, Rung v) const {
     return kUnitBytes + BlockCost(Side::kKeys, k) + BlockCost(Side::kValues, v);
   }
-  /// M_f, and M_q of the first packed rung.
-  HistoryCosts costs() const { return {UnitCost(0, 0), rungs.size() > 1 ? UnitCost(1, 1) : 0}; }
 };
 
 struct LayerState {
@@ -180,30 +179,12 @@ struct LayerSeq {
   std::vector<UnitRecord> units;
   std::vector<LedgerEntry> ledger;  // of units that are dormant(), in their order
   bool routed = false;  // since the sequence began
-};
-
-/// Plain facts of a sequence: what a copy of it shares.
-struct SequenceFacts {
-  uint64_t appended = 0;  // tokens counted for sinks
-  uint64_t live = 0;      // tokens in windows, not dead
-  uint64_t evicted = 0;   // tokens evicted in every layer, not dead
-  uint64_t decode_steps = 0;
-  uint64_t activity = 0;  // time of the last step
-  int32_t tail_pos = 0;
-  uint32_t reserved = 0;      // tokens promised by the last Route and not appended yet
-  uint32_t chunk_tokens = 0;  // longest prompt chunk so far
-  uint32_t last_rows = 0;     // of the last step
-  uint64_t round = 0;         // decode round that counted it last
-  uint64_t chunk_round = 0;   // decode round of its last prompt chunk
-  bool had_tokens = false;
-  bool noted = false;  // a step has been noted
-  bool prompt_phase = true;
-  bool decoded = false;      // a decode step has been noted
-  bool first_event = false;  // all layers have been routed once
-  bool event_step = false;   // the step in progress is an event
-  bool chain = true;         // every token was appended behind the one before it
-
-  bool empty() const { return live + evicted == 0; }
+  /// What the last plan gave it; tokens appended since were part of the mandatory bytes.
+  struct Allowance {
+    uint64_t mandatory = 0, history = 0;
+    uint32_t n_units = 0;
+    bool known = false;  // no plan yet, or units came by another way
+  } allowance;
 };
 
 struct Sequence : SequenceFacts {
@@ -261,16 +242,20 @@ struct FreedBlock {
 /// One sequence in the plan of one layer.
 struct SeqPlan {
   SeqId id = kNone;
-  uint32_t recents = 0;       // tokens that are protected
-  bool protect_tail = true;   // the open window
-  bool keep_reserve = true;   // bytes for the tokens promised to it
+  uint32_t recents = 0;      // tokens that are protected
+  bool protect_tail = true;  // the open window
+  bool keep_reserve = true;  // bytes for the tokens promised to it
   bool protect_sinks = true;
-  uint64_t mandatory = 0;
-  std::vector<Candidate> candidates;
-  std::vector<uint32_t> index;   // unit of each candidate
-  std::vector<uint32_t> hidden;  // units that no row sees, oldest first
+  uint64_t mandatory = 0, reserve = 0;  // bytes; mandatory: reserve included
+  std::vector<uint8_t> is_protected;    // by unit
+  uint32_t n_free = 0;                  // units that are not
+  uint64_t history = 0;                 // bytes for them, if the policy shares evenly
+};
 
-  size_t n_units() const { return candidates.size() + hidden.size(); }
+/// The plans of some layers, and the bytes of all of them.
+struct LayerPlans {
+  std::vector<std::vector<SeqPlan>> plans;  // [layer][sequence]
+  uint64_t bytes = 0;
 };
 
 /// Rotations of a window's tokens as the forward pass made them; none without RoPE.
@@ -429,10 +414,8 @@ struct KvCache::Impl {
   uint64_t TotalBudget() const;
   bool LimitWanted() const;
   bool LimitInForce() const { return limit_on && !routing_all && !restore; }
-  bool RoutedSequence(const Sequence& s) const { return Bounded() || s.first_event || Stalled(s); }
-  bool Stalled(const Sequence& s) const {
-    return s.prompt_phase && decode_rounds >= s.chunk_round + config.EffectiveInterval();
-  }
+  bool RoutedSequence(const Sequence& s) const;
+  bool Stalled(const Sequence& s) const;
   uint64_t TableBytes() const;
   uint64_t FixedTableBytes() const;
   uint64_t DormantBytes() const;
@@ -455,14 +438,12 @@ struct KvCache::Impl {
   Status PrepareStep(std::span<const StepRows> rows, ParallelFor& pool);
   Status MakeRoom(std::span<const StepRows> rows, ParallelFor& pool);
   Status RouteForRows(std::span<const StepRows> rows, ParallelFor& pool);
-  bool GiveWay(std::vector<SeqPlan>& plans, SeqId self, uint64_t share, uint64_t& mandatory,
-               uint32_t il);
   Status RouteChunk(uint32_t il, SeqId seq, uint32_t reserve, ParallelFor& pool);
   Status RouteLayers(SeqId seq, uint32_t reserve, ParallelFor& pool);
   void FitNow(SeqId seq);
   void KeepLastRows(Sequence& s, uint32_t n);
   void FoldPromptScores(Sequence& s);
-  void UpdateUnitScores(const WindowMasses& masses);
+  void UpdateUnitScores(const WindowMasses& masses, SeqId of_all);
   Status Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, ParallelFor& pool);
   Status RouteAll(SeqId seq, uint32_t reserve_tokens, ParallelFor& pool);
   Status CheckSound() const;
@@ -473,13 +454,24 @@ struct KvCache::Impl {
                uint32_t n_heads, uint32_t n_queries);
   bool AddMassToAll(uint32_t il, std::span<const WindowId> ids, const WindowMasses& masses);
   uint64_t UnitBytes(uint32_t il, const UnitRecord& u) const;
-  void CollectCandidates(uint32_t il, SeqPlan& plan);
-  void PlanSequence(uint32_t il, const SeqPlan& plan, uint64_t history,
-                    std::vector<UnitMove>& moves);
-  template <typename F>
-  SeqPlan* LongestIdle(std::vector<SeqPlan>& plans, const F& has) const;
+  Status RouteSome(std::span<const uint32_t> ils, SeqId seq, uint32_t reserve_tokens,
+                   ParallelFor& pool);
   uint32_t FirstRecentBirth(const Sequence& s, uint32_t recents) const;
   void ScoreByKeyNorm(uint32_t il, UnitRecord& u) const;
+
+  // plan.cc
+  std::vector<std::vector<UnitMove>> PlanMoves(std::span<const uint32_t> ils, SeqId seq);
+  void Protect(uint32_t il, SeqPlan& plan);
+  template <typename F>
+  SeqPlan* LongestIdle(std::vector<SeqPlan>& plans, const F& has) const;
+  bool GiveWay(uint32_t il, std::vector<SeqPlan>& plans, SeqId self);
+  std::vector<SeqPlan> ProtectDomain(uint32_t il, SeqId seq, std::span<const SeqId> domain,
+                                     uint64_t share);
+  std::optional<uint64_t> ShareAlone(uint32_t il, std::span<const SeqId> domain, uint64_t share,
+                                     const SeqPlan& plan) const;
+  bool ProtectAlone(std::span<const uint32_t> ils, SeqId seq, std::span<const SeqId> domain,
+                    LayerPlans& out);
+  void NoteAllowance(uint32_t il, const SeqPlan& plan, const std::vector<Placement>& placements);
 
   // commit.cc
   Status Commit(uint32_t il, std::vector<UnitMove>& moves, ParallelFor& pool);

@@ -4,10 +4,11 @@
 //   share      bytes the layer may hold (budget.cc)
 //   mandatory  sinks, recents and promised tokens of every sequence of the domain
 //   history    share - mandatory, split over the sequences by their number of candidates
-// A policy (PlanHistory) answers where each candidate shall be; commit.cc moves them.
+// A policy answers where each window shall be (plan.cc); commit.cc moves them.
 // If mandatory bytes exceed the share, protection is given up: recents of other sequences, longest
 // idle first, then more (GiveWay). An event never fails because of the budget.
 #include <cmath>
+#include <numeric>
 
 #include "cache/kv_cache_impl.h"
 #include "cache/restore.h"
@@ -21,16 +22,16 @@ bool KvCache::Impl::NoteStep(SeqId seq, uint32_t n, StepKind kind) {
   s->activity = ++clock;
   s->event_step = false;
   s->noted = true;
+  s->open_rows =
+      s->tail_confirmed || !s->decoded || s->last_rows > kMaxSpeculation ? 0 : s->last_rows;
+  s->tail_confirmed = false;
   s->last_rows = n;
   if (!Routes()) return false;
   const bool generates =
       kind == StepKind::kDecode || (kind == StepKind::kAuto && s->decoded && n <= kMaxSpeculation);
   bool due = false;
   if (generates) {
-    const uint64_t interval = config.EffectiveInterval();
-    for (uint64_t step = s->decode_steps; step < s->decode_steps + n; ++step) {
-      due |= step >= config.first_event && (step - config.first_event) % interval == 0;
-    }
+    due = PolicyOf(config).due({Phase::kDecode, s->decode_steps, n}, config);
     due |=
         s->prompt_phase && RoutedSequence(*s);  // the prompt's reserve becomes the decode reserve
     s->decode_steps += n;
@@ -92,17 +93,18 @@ bool KvCache::Impl::AddMassToAll(uint32_t il, std::span<const WindowId> ids,
   if (config.event_scores && !sequences[seq]->event_step) return true;
   mass_units.resize(ids.size());
   for (size_t i = 0; i < ids.size(); ++i) mass_units[i] = &units[i];
-  UpdateUnitScores(masses);
+  UpdateUnitScores(masses, seq);
   return true;
 }
 
 /// Adds masses to the scores of mass_units (null: none) that their sequences' phases say. The other
-/// sum of a unit gets nothing, which is all it needs unless scores decay.
-void KvCache::Impl::UpdateUnitScores(const WindowMasses& masses) {
+/// sum of a unit gets nothing, which is all it needs unless scores decay. of_all: the sequence of
+/// all units, or kNone.
+void KvCache::Impl::UpdateUnitScores(const WindowMasses& masses, SeqId of_all) {
   mass_scores.assign(mass_units.size(), 0.0f);
   mass_others.assign(config.score == ScoreKind::kEma ? mass_units.size() : 0, 0.0f);
   const auto in_prompt = [&](const UnitRecord& u) {
-    return sequences[windows[u.window].seq]->prompt_phase;
+    return sequences[of_all != kNone ? of_all : windows[u.window].seq]->prompt_phase;
   };
   for (size_t i = 0; i < mass_units.size(); ++i) {
     if (!mass_units[i]) continue;
@@ -147,7 +149,7 @@ void KvCache::Impl::AddMass(uint32_t il, std::span<const WindowId> ids, const fl
     at = static_cast<size_t>(u - units.data()) + 1;
     mass_units[i] = u;
   }
-  UpdateUnitScores(masses);
+  UpdateUnitScores(masses, kNone);
 }
 
 uint64_t KvCache::Impl::UnitBytes(uint32_t il, const UnitRecord& u) const {
@@ -202,113 +204,14 @@ void KvCache::Impl::ScoreByKeyNorm(uint32_t il, UnitRecord& u) const {
   u.score = KeyNormScore(config, sum, p.shape.n_kv_heads, n);
 }
 
-/// Fills mandatory bytes and candidates of one sequence in one layer.
-void KvCache::Impl::CollectCandidates(uint32_t il, SeqPlan& plan) {
-  Sequence& s = *sequences[plan.id];
-  const uint64_t full_cost = StoreOf(il).costs().full_bytes;
-  const uint32_t first_recent = plan.protect_tail ? FirstRecentBirth(s, plan.recents) : kNone;
-  plan.mandatory = 0;
-  plan.candidates.clear();
-  plan.index.clear();
-  plan.hidden.clear();
-  if (plan.keep_reserve && !Chunked(s)) {
-    plan.mandatory += CountNewWindows(s, s.reserved) * full_cost;
-  }
-  std::vector<UnitRecord>& units = s.layers[il].units;
-  for (uint32_t i = 0; i < units.size(); ++i) {
-    UnitRecord& u = units[i];
-    const WindowRecord& w = windows[u.window];
-    if (w.has(WindowRecord::kHidden)) {
-      plan.hidden.push_back(i);
-      continue;
-    }
-    if ((w.has(WindowRecord::kSink) && plan.protect_sinks) || w.birth >= first_recent) {
-      plan.mandatory += UnitBytes(il, u);
-      continue;
-    }
-    if (config.score == ScoreKind::kKeyNorm && u.full(Side::kKeys) && !u.dormant()) {
-      ScoreByKeyNorm(il, u);
-    }
-    plan.candidates.push_back({w.birth, u.total_score(), u.full() ? Tier::kFull : Tier::kPacked,
-                               u.holds_codes() || u.dormant(),
-                               static_cast<uint32_t>(plan.candidates.size())});
-    plan.index.push_back(i);
-  }
-}
-
-/// Of the sequences that have something to give, the one that has been idle longest, or null.
-template <typename F>
-SeqPlan* KvCache::Impl::LongestIdle(std::vector<SeqPlan>& plans, const F& has) const {
-  SeqPlan* idle = nullptr;
-  for (SeqPlan& p : plans) {
-    if (!has(p)) continue;
-    if (!idle || sequences[p.id]->activity < sequences[idle->id]->activity) idle = &p;
-  }
-  return idle;
-}
-
-/// Where the history of one sequence shall be. What no row sees keeps the bytes that are left when
-/// everything else is in full precision, the newest first.
-void KvCache::Impl::PlanSequence(uint32_t il, const SeqPlan& p, uint64_t history,
-                                 std::vector<UnitMove>& moves) {
-  const HistoryCosts costs = StoreOf(il).costs();
-  const std::vector<UnitRecord>& units = sequences[p.id]->layers[il].units;
-  uint64_t visible = 0;
-  for (const uint32_t i : p.index) visible += std::max(costs.full_bytes, UnitBytes(il, units[i]));
-  uint64_t left = history > visible ? history - visible : 0;
-  for (size_t k = p.hidden.size(); k-- > 0;) {
-    const uint32_t i = p.hidden[k];
-    const uint64_t bytes = UnitBytes(il, units[i]);
-    if (bytes > left) {
-      moves.push_back({p.id, i, kGone, kGone});
-      left = 0;
-    } else {
-      left -= bytes;
-      history -= bytes;
-    }
-  }
-  const HistoryPlan plan = PlanHistory({p.candidates, costs, history}, config);
-  for (size_t i = 0; i < p.candidates.size(); ++i) {
-    const Tier tier = plan.placements[i].tier;
-    const Rung rung = tier == Tier::kFull ? kFullRung : tier == Tier::kPacked ? Rung{1} : kGone;
-    moves.push_back({p.id, p.index[i], rung, rung, plan.placements[i].pinned});
-  }
-}
-
-/// One sequence gives up some of its protection: first recents and the open window of others, then
-/// their sinks, longest idle first; then half of the recents of `self`, last its open window, the
-/// bytes promised to it and its sinks. False if there is nothing left to give.
-bool KvCache::Impl::GiveWay(std::vector<SeqPlan>& plans, SeqId self, uint64_t share,
-                            uint64_t& mandatory, uint32_t il) {
-  if (mandatory <= share) return false;
-  const auto idle = [&](const auto& has) { return LongestIdle(plans, has); };
-  SeqPlan* plan = nullptr;
-  if ((plan = idle([self](const SeqPlan& p) { return p.id != self && p.protect_tail; }))) {
-    plan->recents = 0;
-    plan->protect_tail = false;
-    plan->keep_reserve =
-        std::find(step_sequences.begin(), step_sequences.end(), plan->id) != step_sequences.end();
-  } else if ((plan = idle([self](const SeqPlan& p) { return p.id != self && p.protect_sinks; }))) {
-    plan->protect_sinks = false;
-  } else if ((plan = idle([](const SeqPlan& p) { return p.recents > 0; }))) {
-    plan->recents /= 2;
-  } else if ((plan = idle([](const SeqPlan& p) { return p.protect_tail; }))) {
-    plan->protect_tail = false;
-  } else if ((plan = idle([](const SeqPlan& p) { return p.keep_reserve; }))) {
-    plan->keep_reserve = false;
-  } else if ((plan = idle([](const SeqPlan& p) { return p.protect_sinks; }))) {
-    plan->protect_sinks = false;
-  } else {
-    return false;
-  }
-  mandatory -= plan->mandatory;
-  CollectCandidates(il, *plan);
-  mandatory += plan->mandatory;
-  return true;
-}
-
 Status KvCache::Impl::Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, ParallelFor& pool) {
   if (il >= layers.size()) return OutOfRange("layer " + std::to_string(il) + " does not exist");
+  return RouteSome({&il, 1}, seq, reserve_tokens, pool);
+}
+
+/// Plans and commits some layers of the sequences that share the budget with `seq`.
+Status KvCache::Impl::RouteSome(std::span<const uint32_t> ils, SeqId seq, uint32_t reserve_tokens,
+                                ParallelFor& pool) {
   Sequence* self = Seq(seq);
   if (!self) return OutOfRange("sequence " + std::to_string(seq) + " does not exist");
   if (!Routes()) return {};
@@ -317,33 +220,11 @@ Status KvCache::Impl::Route(uint32_t il, SeqId seq, uint32_t reserve_tokens, Par
   } else {
     self->reserved = reserve_tokens;
   }
-
-  const std::vector<SeqId> domain = Domain(seq);
-  const uint64_t share = LayerShare(il, domain);
-  std::vector<SeqPlan> plans;
-  uint64_t mandatory = 0;
-  for (const SeqId id : domain) {
-    SeqPlan& plan = plans.emplace_back();
-    plan.id = id;
-    plan.recents = Recents();
-    CollectCandidates(il, plan);
-    mandatory += plan.mandatory;
+  std::vector<std::vector<UnitMove>> moves = PlanMoves(ils, seq);
+  for (size_t i = 0; i < ils.size(); ++i) {
+    QEVICT_RETURN_IF_ERROR(Commit(ils[i], moves[i], pool));
+    self->layers[ils[i]].routed = true;
   }
-  while (GiveWay(plans, seq, share, mandatory, il)) {
-  }
-  const uint64_t for_history = share > mandatory ? share - mandatory : 0;
-
-  uint64_t n_candidates = 0;
-  for (const SeqPlan& p : plans) n_candidates += p.n_units();
-  std::vector<UnitMove> moves;
-  for (const SeqPlan& p : plans) {
-    if (p.n_units() == 0 || n_candidates == 0) continue;
-    const uint64_t history = for_history / n_candidates * p.n_units() +
-                             for_history % n_candidates * p.n_units() / n_candidates;
-    PlanSequence(il, p, history, moves);
-  }
-  QEVICT_RETURN_IF_ERROR(Commit(il, moves, pool));
-  self->layers[il].routed = true;
   self->first_event =
       self->first_event || std::all_of(self->layers.begin(), self->layers.end(),
                                        [](const LayerSeq& ls) { return ls.routed; });
@@ -360,10 +241,9 @@ Status KvCache::Impl::RouteLayers(SeqId seq, uint32_t reserve, ParallelFor& pool
     }
   } scope{*this};
   routing_all = true;
-  for (uint32_t il = 0; il < layers.size(); ++il) {
-    QEVICT_RETURN_IF_ERROR(Route(il, seq, reserve, pool));
-  }
-  return {};
+  std::vector<uint32_t> all(layers.size());
+  std::iota(all.begin(), all.end(), 0u);
+  return RouteSome(all, seq, reserve, pool);
 }
 
 /// The limit may come into force with this event (prefill = full); then other streams that grew
@@ -479,7 +359,7 @@ bool KvCache::Impl::NeedsBoundedRoute(uint32_t il, SeqId seq) const {
   for (const SeqId id : domain) {
     const Sequence& other = *sequences[id];
     if (!Chunked(other)) {
-      held += CountNewWindows(other, other.reserved) * StoreOf(il).costs().full_bytes;
+      held += CountNewWindows(other, other.reserved) * StoreOf(il).UnitCost(kFullRung, kFullRung);
     }
     for (const UnitRecord& u : other.layers[il].units) held += UnitBytes(il, u);
   }

@@ -112,6 +112,56 @@ TEST(RouteTest, SinksAndRecentsStayInFullPrecision) {
   }
 }
 
+// Events plan the due sequence beside what others were given, and the budget holds all the same.
+TEST(RouteTest, SequencesThatDecodeTogetherShareTheBudgetEvenly) {
+  Config config = SmallConfig(800);
+  config.check = true;
+  Engine e(config, TwoLayers(), 1, 8192);
+  std::vector<SeqId> ids;
+  for (int i = 0; i < 6; ++i) {
+    ids.push_back(e.NewSequence(0));
+    ASSERT_TRUE(e.Prompt(ids.back(), 300, 100).ok());
+  }
+  for (int step = 0; step < 60; ++step) {
+    for (const SeqId seq : ids) ASSERT_TRUE(e.Decode(seq, 1).ok()) << step;
+    ASSERT_LE(e.cache().Stats().bytes.total(), e.cache().Stats().budget_bytes) << step;
+  }
+  uint32_t least = UINT32_MAX, most = 0;
+  for (const SeqId seq : ids) {
+    const uint32_t n = CountFormat(e, 1, seq, true) + CountFormat(e, 1, seq, false);
+    least = std::min(least, n);
+    most = std::max(most, n);
+  }
+  EXPECT_GE(least * 10, most * 8);
+  EXPECT_GT(e.cache().Stats().bytes.total() * 100, e.cache().Stats().budget_bytes * 85);
+}
+
+// A draft's rows may all be taken back by the next step: the tokens before them stay recents.
+TEST(RouteTest, RejectedDraftsTakeNoRecents) {
+  for (const uint32_t n_drafts : {0u, 16u, 31u, 63u}) {
+    Engine e(SmallConfig(400), TwoLayers(), 1, 4096);
+    const SeqId seq = e.NewSequence(0);
+    ASSERT_TRUE(e.Prompt(seq, 1024, 512).ok());
+    ASSERT_TRUE(e.Decode(seq, 1).ok());
+    for (int step = 0; step < 20; ++step) {
+      const uint32_t n = 1 + n_drafts;
+      if (e.cache().NoteStep(seq, n, false)) {
+        ASSERT_TRUE(e.cache().RouteAll(seq, std::max(n, 8u), e.pool()).ok());
+      }
+      for (uint32_t back = 1; back <= 25; ++back) {
+        const TokenRef ref = e.cache().lookup(0, e.next_cell(0) - back);
+        bool packed = true;
+        ASSERT_NE(ref.window, kNone) << n_drafts << ", step " << step << ", " << back;
+        ASSERT_FALSE(e.Read(0, ref, true, &packed).empty());
+        ASSERT_FALSE(packed) << n_drafts << ", step " << step << ", " << back;
+      }
+      ASSERT_TRUE(e.Store(e.NextTokens(seq, n)).ok());
+      e.next_pos(seq) -= static_cast<int32_t>(n_drafts);
+      e.next_cell(0) -= n_drafts;
+    }
+  }
+}
+
 /// A sequence with 64 history windows whose scores rise with their age, after its first event.
 struct Promoted {
   explicit Promoted(Promotion promotion, bool charge = true) {

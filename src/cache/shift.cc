@@ -73,6 +73,7 @@ void KvCache::Impl::SplitWindow(WindowId id, uint32_t live, int32_t delta) {
   }
   if (s.tail.window == id && ((live >> s.tail.offset) & 1u)) s.tail.window = part;
   for (uint32_t il = 0; il < layers.size(); ++il) {
+    s.layers[il].allowance = {};
     if (const UnitRecord* u = FindUnit(seq, il, id)) ShareUnit(il, UnitRecord(*u), part);
   }
   // The rest of a split window takes no tokens: offsets behind its last live one are not its own.

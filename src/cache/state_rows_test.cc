@@ -299,7 +299,7 @@ TEST_F(StateRowsTest, ARestoreUnderTheLimitMakesRoom) {
   }
   const Saved saved = Save(*e_, 0);
   for (uint32_t cell = 0; cell < kCells; ++cell) e_->cache().Kill(0, cell);
-  ASSERT_TRUE(e_->Prompt(other, 150, 50).ok());
+  ASSERT_TRUE(e_->Prompt(other, 150, 75).ok());  // more rows than a draft brings
   ASSERT_TRUE(e_->Decode(other, 9).ok());
   ASSERT_GT(e_->cache().Stats().bytes.total(), 70000u);
   const Status status = Restore(*e_, 0, saved);

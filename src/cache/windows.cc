@@ -18,6 +18,7 @@ SeqId KvCache::Impl::CreateSequence(uint32_t stream) {
   s->stream = stream;
   s->layers.resize(layers.size());
   s->created = s->activity = ++clock;
+  s->chunk_round = decode_rounds;
   for (SeqId id = 0; id < sequences.size(); ++id) {
     if (!sequences[id]) {
       sequences[id] = std::move(s);

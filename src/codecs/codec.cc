@@ -2,6 +2,9 @@
 // MakeCodec and CodecBytes if it is no grid code.
 #include "codecs/codec.h"
 
+#include <algorithm>
+#include <cmath>
+
 #include "codecs/grid.h"
 #include "codecs/grid_codec.h"
 #include "codecs/hadamard.h"
@@ -192,6 +195,17 @@ size_t LearnedBytes(const Config& config, const RowShape& shape) {
   if (!Learns(config)) return 0;
   if (config.codec == CodecId::kWaterFill) return WaterFillCodec::LearnedBytes(shape);
   return MakeCodec(config, shape)->static_bytes();
+}
+
+double ExpectedDistortion(const Config& rung, const RowShape& shape, Side side) {
+  constexpr double kLost[] = {1.0, 0.3634, 0.1175, 0.03454, 0.009497, 0.002499, 0.00064, 0.000162,
+                              0.000041};  // 0 to 8 bits
+  const LayerBits bits = LayerBitsOf(rung, shape);
+  const double b = shape.bits.k == 0 ? rung.bits + rung.quarter_bits / 4.0
+                                     : (side == Side::kKeys ? bits.k : bits.v) / 4.0;
+  const auto low = static_cast<size_t>(std::clamp(b, 0.0, 7.999));
+  const double part = std::min(b, 8.0) - static_cast<double>(low);
+  return std::exp((1.0 - part) * std::log(kLost[low]) + part * std::log(kLost[low + 1]));
 }
 
 bool IgnoresKeyMean(const Config& config) {

@@ -12,6 +12,7 @@
 #include "base/rope.h"
 #include "kernels/attention.h"
 #include "qevict/config.h"
+#include "qevict/ladder.h"
 
 namespace qevict::codecs {
 
@@ -119,6 +120,10 @@ bool SavesCodes(const Config& config);
 size_t LearnedBytes(const Config& config, const RowShape& shape);
 /// Bytes of that codec's blocks, without making it.
 BlockBytes CodecBytes(const Config& config, const RowShape& shape);
+/// Squared error of a side's rows over their energy that is expected of a packed rung: that of the
+/// best scalar levels for a normal distribution at its bits per number (Lloyd-Max; Max, 1960),
+/// between them by the logarithm. For ranking rungs, not for stating errors.
+double ExpectedDistortion(const Config& rung, const RowShape& shape, Side side);
 /// Names the codec and its bits in saved rows, 1 to 15: never renumber. Codecs whose codes are
 /// never saved share one.
 uint8_t CodecTag(const Config& config);

@@ -188,6 +188,30 @@ TEST(BranchTest, OneTokenOfABatchBelongsToManySequences) {
   }
 }
 
+// The same where every branch starts in cells that earlier branches have left.
+TEST(BranchTest, BranchesInCellsOfEarlierOnes) {
+  Twin twin(TwoLayers(512));
+  ExpectExact(twin.Step(TokensOf(0, 0, 1)), "first token");
+  for (uint32_t seq = 1; seq < 4; ++seq) twin.cells.Copy(0, seq);
+  StepInput in = twin.Input(
+      Join({TokensOf(0, 1, 1), TokensOf(1, 2, 3), TokensOf(2, 2, 3), TokensOf(3, 2, 3)}));
+  for (uint32_t seq = 1; seq < 4; ++seq) twin.cells.Copy(0, seq, 1, 2);
+  for (uint32_t row = 1; row < in.n_tokens(); ++row) {
+    for (auto& mask : in.masks) {
+      mask[size_t{row} * in.n_kv + static_cast<size_t>(in.cells[0])] = 0;
+    }
+  }
+  ExpectExact(twin.RunInput(in), "three branches behind one token");
+  for (const uint32_t seq : {0u, 1u, 3u}) twin.cells.Remove(seq, 0);
+  twin.cells.Copy(2, 0);
+  twin.cells.Remove(2, 0);
+  twin.cells.Remove(0, 4);
+  for (uint32_t seq = 1; seq < 4; ++seq) twin.cells.Copy(0, seq);
+  ExpectExact(
+      twin.Step(Join({TokensOf(0, 4, 2), TokensOf(1, 4, 2), TokensOf(2, 4, 2), TokensOf(3, 4, 2)})),
+      "four branches of the one that was taken");
+}
+
 // Two branches in turns, step by step: nothing of either is lost, and both keep their recents.
 TEST(BranchTest, BranchesThatTakeTurns) {
   Twin twin(TwoLayers(1024), "preset=qevict,budget=30%");

@@ -265,13 +265,18 @@ void CacheGroup::LogSummary() const {
   if (!cache_) return;
   const CacheStats s = cache_->Stats();
   if (s.events == 0) return;
+  size_t n_sequences = 0;
+  for (uint32_t stream = 0; stream < n_streams_; ++stream) {
+    n_sequences += cache_->Sequences(stream).size();
+  }
   LogInfo("KV bytes " + MiB(s.bytes.total()) + " (full " + MiB(s.bytes.full) + ", packed " +
           MiB(s.bytes.packed) + ", dormant " + MiB(s.bytes.dormant) + ", tables " +
           MiB(s.bytes.tables) + ", slack " + MiB(s.bytes.slack) +
           "), f16 cache of the same tokens " + MiB(s.f16_bytes) + "; " + std::to_string(s.events) +
           " events, " + std::to_string(s.promotions) + " promotions, " +
           std::to_string(s.demotions) + " demotions, " + std::to_string(s.evictions) +
-          " evictions");
+          " evictions; at most " + MiB(s.peak_bytes) + " under the budget, " +
+          std::to_string(n_sequences) + " sequence(s) at the end");
 }
 
 uint64_t CacheGroup::workspace_bytes() const {

@@ -40,6 +40,7 @@ void SequenceReader::Read(KvCache& cache, bool one_stream_each, const StepTokens
   for (const SeqRows& r : rows_) {
     if (r.seq >= last_step_.size()) last_step_.resize(r.seq + 1);
     last_step_[r.seq] = n_steps_;
+    if (!step_.masks->empty()) cache_->ConfirmTail(r.seq);
   }
 }
 

@@ -4,7 +4,7 @@
 // A task is (group, kv head, strip of blocks of query vectors), and when a call has fewer than
 // kMinTasks of those, also a chunk of windows. All sizes follow from the call alone, never from the
 // number of threads, so results do not depend on it. One strip merges its own blocks in order;
-// chunks merge in a second pass, strips' window masses in a third.
+// chunks merge in a second pass, strips' masses in a third.
 #include "kernels/attention.h"
 
 #include <algorithm>
@@ -99,6 +99,8 @@ class Call {
         p.strip_mass =
             carver.Take<float>(size_t{p.n_heads} * p.n_strips * p.mass_rows * p.n_windows);
       }
+      if (p.want_token_mass && p.n_strips > 1)
+        p.strip_token_mass = carver.Take<float>(size_t{p.n_heads} * p.n_strips * p.n_tokens);
       if (plans_ != nullptr) plans_[i] = p;
       Carver one(nullptr);
       LayoutThread(g, p, one);
@@ -171,21 +173,31 @@ class Call {
     float* data;
     size_t stride;
     bool max;
+    float* tokens;
   };
-  /// The caller's array, or (cleared) the strip's own.
+  /// The caller's arrays, or (cleared) the strip's own.
   MassTarget TargetOf(size_t group, uint32_t kv_head, uint32_t strip) const {
     const AttentionGroup& g = groups_[group];
     const GroupPlan& p = plans_[group];
-    const bool max = g.mass_kind == MassKind::kMax;
-    if (!p.want_mass) return {nullptr, 0, max};
-    if (p.n_strips == 1) {
-      return {g.mass + size_t{kv_head} * p.mass_rows * g.mass_head_stride,
-              g.mass_per_head ? g.mass_head_stride : 0, max};
+    MassTarget to{nullptr, 0, g.mass_kind == MassKind::kMax, nullptr};
+    const size_t index = size_t{kv_head} * p.n_strips + strip;
+    if (p.want_mass && p.n_strips == 1) {
+      to.data = g.mass + size_t{kv_head} * p.mass_rows * g.mass_head_stride;
+      to.stride = g.mass_per_head ? g.mass_head_stride : 0;
+    } else if (p.want_mass) {
+      const size_t n = size_t{p.mass_rows} * p.n_windows;
+      to.data = Cleared(p.strip_mass + index * n, n);
+      to.stride = g.mass_per_head ? p.n_windows : 0;
     }
-    const size_t n = size_t{p.mass_rows} * p.n_windows;
-    float* mass = p.strip_mass + (size_t{kv_head} * p.n_strips + strip) * n;
+    if (p.want_token_mass) {
+      to.tokens = p.n_strips == 1 ? g.token_mass + size_t{kv_head} * g.token_mass_head_stride
+                                  : Cleared(p.strip_token_mass + index * p.n_tokens, p.n_tokens);
+    }
+    return to;
+  }
+  static float* Cleared(float* mass, size_t n) {
     std::fill_n(mass, n, 0.0f);
-    return {mass, g.mass_per_head ? p.n_windows : 0, max};
+    return mass;
   }
 
   void AttendBlock(const GroupPlan& p, const HeadArgs& head, uint32_t block, uint32_t chunk,
@@ -216,6 +228,7 @@ class Call {
     a.mass = mass.data;
     a.mass_stride = mass.stride;
     a.mass_max = mass.max;
+    a.token_mass = mass.tokens;
     a.weights = weights;
     internal::ActiveTable().merge(a);
   }
@@ -238,7 +251,9 @@ class Call {
     for (size_t i = 0; i < groups_.size(); ++i) {
       const AttentionGroup& g = groups_[i];
       const GroupPlan& p = plans_[i];
-      if (!p.want_mass || p.n_strips <= 1) continue;
+      if (p.n_strips <= 1) continue;
+      if (p.want_token_mass) ReduceTokens(g, p);
+      if (!p.want_mass) continue;
       const float* strip = p.strip_mass;
       for (uint32_t kv_head = 0; kv_head < p.n_heads; ++kv_head) {
         for (uint32_t s = 0; s < p.n_strips; ++s) {
@@ -247,6 +262,16 @@ class Call {
             Reduce(g.mass_kind, {strip, p.n_windows}, mass);
           }
         }
+      }
+    }
+  }
+
+  static void ReduceTokens(const AttentionGroup& g, const GroupPlan& p) {
+    const float* strip = p.strip_token_mass;
+    for (uint32_t kv_head = 0; kv_head < p.n_heads; ++kv_head) {
+      for (uint32_t s = 0; s < p.n_strips; ++s, strip += p.n_tokens) {
+        Reduce(MassKind::kSum, {strip, p.n_tokens},
+               g.token_mass + size_t{kv_head} * g.token_mass_head_stride);
       }
     }
   }

@@ -112,6 +112,12 @@ struct AttentionGroup {
   uint32_t mass_first_row = 0;
   MassKind mass_kind = MassKind::kSum;
   bool mass_per_head = false;
+  /// If not null: token_mass[h * token_mass_head_stride + i * W + t] += sum over rows >=
+  /// token_mass_first_row and over the n_gqa query heads of kv head h of the attention probability
+  /// that falls on token t of window i. fp32; order of summation fixed as for `mass`.
+  float* token_mass = nullptr;
+  size_t token_mass_head_stride = 0;
+  uint32_t token_mass_first_row = 0;
 };
 
 /// Bytes of one kv head's keys and values together.

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "kernels/attention_fetch-inl.h"
+#include "kernels/attention_mass-inl.h"
 #include "kernels/attention_prompt-inl.h"
 #include "kernels/attention_softmax-inl.h"
 #include "kernels/attention_token_block-inl.h"
@@ -14,11 +15,7 @@ template <class S>
 class Block {
  public:
   explicit Block(const BlockArgs& args)
-      : a_(args),
-        h_(*args.head),
-        s_(args.scratch),
-        tokens_(args),
-        fetches_(args) {
+      : a_(args), h_(*args.head), s_(args.scratch), tokens_(args), masses_(args), fetches_(args) {
     uint32_t keys = 0, values = 0;  // bit r: on rung r
     for (uint32_t i = 0; i < a_.n_win; ++i) {
       keys |= 1u << Window(i).rung_k;
@@ -48,7 +45,7 @@ class Block {
     }
     for (uint32_t m = 0; m < a_.n_vec; ++m) a_.state.l[m] = S::Sum(S::Load(s_.sums + m * kPad));
     tokens_.Join(a_.state.o);
-    if (a_.state.mass != nullptr) RescaleMasses();
+    if (masses_.any()) masses_.Rescale();
   }
 
  private:
@@ -58,7 +55,6 @@ class Block {
   uint32_t Head(uint32_t m) const {
     return h_.first_head + a_.vec_begin + m - s_.rows[m] * h_.n_gqa;
   }
-  bool Counts(uint32_t m) const { return a_.state.mass != nullptr && Row(m) >= h_.mass_first_row; }
   static bool IsPacked(WindowFormat format) {
     return format == WindowFormat::kPacked2 || format == WindowFormat::kPacked4;
   }
@@ -213,14 +209,8 @@ class Block {
   }
 
   void SkipMasses(uint32_t first, uint32_t n_win, uint32_t tile) {
-    if (a_.state.mass == nullptr) return;
-    for (uint32_t m = 0; m < a_.n_vec; ++m) ZeroMasses(m, first, n_win, tile);
-  }
-
-  void ZeroMasses(uint32_t m, uint32_t first, uint32_t n_win, uint32_t tile) {
-    float* mass = a_.state.mass + m * a_.state.mass_stride + first;
-    for (uint32_t i = 0; i < n_win; ++i) mass[i] = 0.0f;
-    s_.tile_max[m * a_.tile_max_stride + tile] = a_.state.m[m];
+    if (!masses_.any()) return;
+    for (uint32_t m = 0; m < a_.n_vec; ++m) masses_.Clear(m, first, n_win, tile);
   }
 
   // Decode form.
@@ -387,7 +377,7 @@ class Block {
       float* scores = s_.scores + m * kTile;
       if (s_.bits[m] == 0) {
         for (uint32_t i = 0; i < kTile; i += S::kLanes) S::Store(scores + i, S::Zero());
-        if (a_.state.mass != nullptr) ZeroMasses(m, first, n_win, tile);
+        if (masses_.any()) masses_.Clear(m, first, n_win, tile);
         continue;
       }
       const LogitArgs logit{h_.softcap, TileBias(m, first, n_win, tail),
@@ -398,13 +388,7 @@ class Block {
         Rescale(a_.state.o + static_cast<size_t>(m) * h_.dv_pad, factor);
         tokens_.Rescale(m, factor);
       }
-      if (a_.state.mass == nullptr) continue;
-      if (Counts(m)) {
-        WindowSums<S>(scores, h_.window, n_win, a_.state.mass + m * a_.state.mass_stride + first);
-        s_.tile_max[m * a_.tile_max_stride + tile] = a_.state.m[m];
-      } else {
-        ZeroMasses(m, first, n_win, tile);
-      }
+      if (masses_.any()) masses_.Keep(m, scores, first, n_win, tile);
     }
   }
 
@@ -440,28 +424,11 @@ class Block {
     }
   }
 
-  /// Brings all masses to the final maximum.
-  void RescaleMasses() {
-    for (uint32_t m = 0; m < a_.n_vec; ++m) {
-      if (!Counts(m) || a_.state.m[m] == kMinusInf) continue;
-      const V now = S::Set1(a_.state.m[m]);
-      float* factors = s_.tile_max + m * a_.tile_max_stride;
-      for (uint32_t i = 0; i * h_.tile_windows < a_.n_win; i += S::kLanes) {
-        S::Store(factors + i, Exp2<S>(S::Sub(S::Load(factors + i), now)));
-      }
-      float* mass = a_.state.mass + m * a_.state.mass_stride;
-      for (uint32_t i = 0, tile = 0; i < a_.n_win; i += h_.tile_windows, ++tile) {
-        if (factors[tile] == 1.0f) continue;
-        const uint32_t end = a_.n_win - i < h_.tile_windows ? a_.n_win : i + h_.tile_windows;
-        for (uint32_t w = i; w < end; ++w) mass[w] *= factors[tile];
-      }
-    }
-  }
-
   const BlockArgs& a_;
   const HeadArgs& h_;
   const Scratch& s_;
   TokenParts<S> tokens_;
+  Masses<S> masses_;
   bool has_full_ = false, has_packed_ = false, has_grid_ = false;  ///< keys or values of a window
   Fetches<S> fetches_;
   uint32_t token_steps_[kMaxRungs];  ///< Fetches::TokenStep of rungs with keys in token codes

@@ -86,7 +86,7 @@ struct HeadArgs {
   const float* bias;
   size_t bias_stride;
   bool want_mass;
-  uint32_t mass_first_row;
+  uint32_t mass_first_row, token_mass_first_row;
 };
 
 /// State of a block of query vectors over a chunk of windows. All arrays in scratch or workspace.
@@ -96,6 +96,9 @@ struct BlockState {
   float* o;     ///< [n_vec][dv_pad] unnormalised output
   float* mass;  ///< [n_vec][mass_stride] sum of exponentials per window relative to m, or null
   size_t mass_stride;
+  /// [n_vec][token_stride] the same per token; rows that do not count are undefined. Or null.
+  float* token_mass;
+  size_t token_stride;  ///< a multiple of kTile
 };
 
 /// Memory of one thread. Sizes in LayoutScratch (attention.cc).
@@ -127,7 +130,7 @@ struct Scratch {
     float* mean_q;       ///< [n_vec][2][PadLanes(n_pairs)] products of query and key mean
     float* mean_terms;   ///< [n_vec][2 n_fast + 4], see RopeTable::basis
     float* mean_scores;  ///< [2][n_vec][64] of the last even and the last odd block
-  } token[kMaxRungs];  ///< by rung
+  } token[kMaxRungs];    ///< by rung
 };
 
 // Inlined for sure: units of several instruction sets include this.
@@ -158,7 +161,7 @@ struct BlockArgs {
   bool prompt;  ///< prompt form, else decode form
 };
 
-/// Joins the chunks of one block, writes the normalised output and adds the window masses.
+/// Joins the chunks of one block, writes the normalised output and adds the masses.
 struct MergeArgs {
   const HeadArgs* head;
   uint32_t vec_begin, n_vec;
@@ -167,6 +170,7 @@ struct MergeArgs {
   float* mass;         ///< [n_windows] of the first query head, updated, or null
   size_t mass_stride;  ///< to the next query head's; 0: one for all
   bool mass_max;       ///< the largest instead of the sum
+  float* token_mass;   ///< [n_windows * W], updated, or null
   float* weights;      ///< [n_parts] scratch
 };
 

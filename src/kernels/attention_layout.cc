@@ -10,7 +10,7 @@ namespace {
 
 constexpr uint32_t kMinTasks = 32;  // below: split over windows
 constexpr uint32_t kMinChunkTokens = 512;
-constexpr uint32_t kMaxStrips = 16;  // separately summed window masses per kv head
+constexpr uint32_t kMaxStrips = 16;  // separately summed masses per kv head
 constexpr size_t kBlockMassBytes = size_t{1} << 20;
 constexpr size_t kChunkMassBytes = size_t{16} << 20;
 
@@ -78,6 +78,11 @@ void LayoutGridScratch(const AttentionShape& s, Carver& carver, Scratch& r) {
   r.v_rows = carver.Take<float>(size_t{kTile} * PadLanes(s.head_dim_v));
 }
 
+/// Bytes that the masses of one query vector take.
+size_t MassBytes(const GroupPlan& p) {
+  return sizeof(float) * ((p.want_mass ? p.n_windows : 0) + (p.want_token_mass ? p.n_tokens : 0));
+}
+
 }  // namespace
 
 uint32_t StripBegin(const GroupPlan& p, uint32_t strip) {
@@ -95,12 +100,14 @@ GroupPlan PlanBlocks(const AttentionGroup& g) {
   p.n_vec = g.n_rows * g.shape->n_gqa;
   p.n_windows = static_cast<uint32_t>(g.windows.size());
   p.n_heads = g.shape->n_kv_heads;
+  p.n_tokens = size_t{p.n_windows} * g.shape->window;
   p.want_mass = g.mass != nullptr;
+  p.want_token_mass = g.token_mass != nullptr;
   p.mass_rows = g.mass_per_head ? g.shape->n_gqa : 1;
   p.prompt = p.n_vec > kDecodeVectors;
   uint32_t limit = p.prompt ? kPromptVectors : kDecodeVectors;
-  if (p.want_mass && p.prompt) {
-    const size_t fit = kBlockMassBytes / (sizeof(float) * std::max<size_t>(p.n_windows, 1));
+  if (p.prompt && MassBytes(p) != 0) {
+    const size_t fit = kBlockMassBytes / MassBytes(p);
     limit = static_cast<uint32_t>(std::clamp<size_t>(fit, kDecodeVectors, limit));
   }
   p.n_blocks = CeilDiv(p.n_vec, limit);
@@ -114,8 +121,7 @@ GroupPlan PlanBlocks(const AttentionGroup& g) {
 
 void PlanChunks(const AttentionGroup& g, size_t call_tasks, GroupPlan& p) {
   if (call_tasks == 0 || call_tasks >= kMinTasks || p.n_blocks > kMaxStrips) return;
-  const size_t mass_bytes = size_t{p.n_vec} * p.n_heads * p.n_windows * sizeof(float);
-  if (p.want_mass && mass_bytes > kChunkMassBytes) return;
+  if (size_t{p.n_vec} * p.n_heads * MassBytes(p) > kChunkMassBytes) return;
   const uint32_t tile_windows = kTile / g.shape->window;
   const uint32_t wanted =
       CeilDiv(p.n_windows, CeilDiv(kMinTasks, static_cast<uint32_t>(call_tasks)));
@@ -145,7 +151,7 @@ Scratch LayoutScratch(const AttentionGroup& g, const GroupPlan& p, Carver& carve
     r.q_pairs = carver.Take<float>(n * d);
     r.k_tile = carver.Take<float>(d * std::max(s.window, 8u) + kPad);
   }
-  if (p.want_mass) r.tile_max = carver.Take<float>(n * tiles);
+  if (p.want_mass || p.want_token_mass) r.tile_max = carver.Take<float>(n * tiles);
   LayoutTokenScratch(s, p, carver, r);
   LayoutGridScratch(s, carver, r);
   return r;
@@ -159,6 +165,8 @@ BlockState LayoutState(const AttentionGroup& g, const GroupPlan& p, uint32_t n_v
   s.o = carver.Take<float>(size_t{n_vec} * PadLanes(g.shape->head_dim_v));
   s.mass_stride = PadLanes(n_win);
   if (p.want_mass) s.mass = carver.Take<float>(n_vec * s.mass_stride);
+  s.token_stride = (size_t{n_win} * g.shape->window + kTile - 1) / kTile * kTile;
+  if (p.want_token_mass) s.token_mass = carver.Take<float>(n_vec * s.token_stride);
   return s;
 }
 
@@ -219,6 +227,7 @@ HeadArgs MakeHead(const AttentionGroup& g, uint32_t kv_head) {
   h.bias = g.bias;
   h.bias_stride = g.bias_stride;
   h.mass_first_row = g.mass_first_row;
+  h.token_mass_first_row = g.token_mass_first_row;
   return h;
 }
 

@@ -33,11 +33,13 @@ struct GroupPlan {
   uint32_t block_vec, n_blocks;
   uint32_t n_strips;  // each of consecutive blocks
   uint32_t chunk_windows, n_chunks;
-  bool prompt, want_mass;
+  bool prompt, want_mass, want_token_mass;
   size_t first_task, first_merge;
-  BlockState* states;  // chunked: [head][block][chunk]
-  uint32_t mass_rows;  // masses of a kv head: 1, or one per query head
-  float* strip_mass;   // several strips: [head][strip][mass_rows][n_windows]
+  BlockState* states;       // chunked: [head][block][chunk]
+  uint32_t mass_rows;       // masses of a kv head: 1, or one per query head
+  float* strip_mass;        // several strips: [head][strip][mass_rows][n_windows]
+  float* strip_token_mass;  // the same: [head][strip][n_tokens]
+  size_t n_tokens;          // of all windows
 };
 
 uint32_t StripBegin(const GroupPlan& p, uint32_t strip);

@@ -77,6 +77,54 @@ TEST_P(AttentionMaskTest, MassesAreAdded) {
   for (size_t i = 0; i < once.size(); ++i) EXPECT_FLOAT_EQ(problem.mass()[i], 2.0f * once[i]);
 }
 
+/// One, some and many rows (strips of several blocks), one and several chunks of windows.
+TEST_P(AttentionMaskTest, TokenMassesMatchTheReference) {
+  for (uint32_t window : {1u, 2u, 4u, 8u, 16u, 32u}) {
+    for (uint32_t rows : {1u, 5u, 40u, 150u}) {
+      ProblemParams p;
+      p.window = window;
+      p.n_gqa = 3;
+      p.head_dim = p.head_dim_v = 24;
+      p.rope.n_dims = 24;
+      p.n_rows = rows;
+      p.n_windows = (rows == 1 ? 1500 : 300) / window + 1;
+      p.formats = Formats::kMixed;
+      p.mask = rows == 40 ? Mask::kCausal : Mask::kHoles;
+      p.token_mass = true;
+      p.token_mass_first_row = rows * 3 / 4;
+      p.mass = rows != 5;
+      p.mass_first_row = rows / 4;
+      p.mass_kind = rows == 150 ? MassKind::kMax : MassKind::kSum;
+      Problem problem(p);
+      problem.Run(*pool_, workspace_);
+      EXPECT_EQ(problem.Compare(), "") << p.Name();
+    }
+  }
+}
+
+TEST_P(AttentionMaskTest, TokenMassesOfAWindowAreItsMass) {
+  for (uint32_t rows : {1u, 30u}) {
+    ProblemParams p;
+    p.n_rows = rows;
+    p.n_windows = 100;
+    p.formats = Formats::kMixed;
+    p.mask = Mask::kCausal;
+    p.token_mass = true;
+    Problem problem(p);
+    problem.Run(*pool_, workspace_);
+    const AttentionGroup& g = problem.group();
+    for (uint32_t h = 0; h < p.n_kv_heads; ++h) {
+      for (uint32_t i = 0; i < p.n_windows; ++i) {
+        const float mass = problem.mass()[h * g.mass_head_stride + i];
+        double sum = 0.0;
+        for (uint32_t t = 0; t < p.window; ++t)
+          sum += problem.token_mass()[h * g.token_mass_head_stride + i * p.window + t];
+        EXPECT_NEAR(sum, mass, 1e-5 * mass + 1e-30);
+      }
+    }
+  }
+}
+
 /// Values that a later row sees may be NaN without harm to rows that do not see them.
 TEST_P(AttentionMaskTest, NanOfATokenReachesOnlyRowsThatSeeIt) {
   for (uint32_t n_gqa : {1u, 7u}) {  // decode form and prompt form
@@ -143,14 +191,17 @@ TEST_P(AttentionMaskTest, ResultsDoNotDependOnThreads) {
     p.n_gqa = 4;
     p.mask = Mask::kCausal;
     p.formats = Formats::kMixed;
+    p.token_mass = true;
     Problem problem(p);
     problem.Run(*pool_, workspace_);
-    const std::vector<float> out = problem.out(), mass = problem.mass();
+    const std::vector<float> out = problem.out(), mass = problem.mass(),
+                             token_mass = problem.token_mass();
     for (unsigned n_threads : {2u, 3u}) {
       const auto threads = MakeThreadPool(n_threads);
       problem.Run(*threads, workspace_);
       EXPECT_EQ(problem.out(), out) << n_threads;
       EXPECT_EQ(problem.mass(), mass) << n_threads;
+      EXPECT_EQ(problem.token_mass(), token_mass) << n_threads;
     }
   }
 }

@@ -1,4 +1,4 @@
-// Joins the chunks of a block of query vectors: normalised outputs and window masses. Included by
+// Joins the chunks of a block of query vectors: normalised outputs and masses. Included by
 // attention_<isa>.cc.
 #pragma once
 
@@ -26,6 +26,19 @@ void RaiseMasses(const float* from, uint32_t n, float weight, float* to) {
   for (; i + S::kLanes <= n; i += S::kLanes)
     S::Store(to + i, S::Max(S::Mul(S::Load(from + i), w), S::Load(to + i)));
   for (; i < n; ++i) to[i] = from[i] * weight > to[i] ? from[i] * weight : to[i];
+}
+
+/// Adds the probabilities of query vector i of the block, token by token; weights: of its parts.
+template <class S>
+void AddTokenMasses(const MergeArgs& a, uint32_t i) {
+  const uint32_t window = a.head->window;
+  for (uint32_t p = 0; p < a.n_parts; ++p) {
+    if (a.weights[p] == 0.0f) continue;
+    const uint32_t begin = p * a.part_windows, left = a.n_windows - begin;
+    const uint32_t n = left < a.part_windows ? left : a.part_windows;
+    AddMasses<S>(a.parts[p].token_mass + i * a.parts[p].token_stride, n * window, a.weights[p],
+                 a.token_mass + static_cast<size_t>(begin) * window);
+  }
 }
 
 template <class S>
@@ -63,6 +76,7 @@ void MergeBlock(const MergeArgs& a) {
         for (uint32_t c = j; c < h.head_dim_v; ++c) out[c] = tail[c - j];
       }
     }
+    if (a.token_mass != nullptr && row >= h.token_mass_first_row) AddTokenMasses<S>(a, i);
     if (a.mass == nullptr || row < h.mass_first_row) continue;
     float* mass = a.mass + (a.vec_begin + i) % h.n_gqa * a.mass_stride;
     for (uint32_t p = 0; p < a.n_parts; ++p) {

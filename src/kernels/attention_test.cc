@@ -220,6 +220,8 @@ ProblemParams RandomParams(uint64_t seed) {
   p.mass_kind = pick(0, 0, 1) == 0 ? MassKind::kSum : MassKind::kMax;
   p.mass_per_head = pick(0, 0, 1) != 0;
   p.head_gap = pick(0, 0, 2, 64);
+  p.token_mass = pick(0, 1) != 0;
+  p.token_mass_first_row = pick(0, 0, 1, 5);
   return p;
 }
 

@@ -48,7 +48,8 @@ std::string ProblemParams::Name() const {
     << rope.n_dims << "+" << rope.offset << " pos " << first_pos << " shared " << shared_positions
     << " softcap " << softcap << " bias " << bias << " slopes " << slopes << " sinks " << sinks
     << " blind " << blind_row << " first " << mass_first_row << " kind "
-    << static_cast<int>(mass_kind) << mass_per_head << " gap " << head_gap << " seed " << seed;
+    << static_cast<int>(mass_kind) << mass_per_head << " tokens " << token_mass
+    << token_mass_first_row << " gap " << head_gap << " seed " << seed;
   return s.str();
 }
 
@@ -111,6 +112,8 @@ Problem::Problem(const ProblemParams& params) : params_(params), rng_(params.see
   group_.mass_first_row = p.mass_first_row;
   group_.mass_kind = p.mass_kind;
   group_.mass_per_head = p.mass_per_head;
+  group_.token_mass_head_stride = size_t{p.n_windows} * p.window + 5;
+  group_.token_mass_first_row = p.token_mass_first_row;
   Clear();
 }
 
@@ -261,8 +264,7 @@ void Problem::Scatter() {
 
 void Problem::FillFull(std::vector<uint8_t>& block, size_t window, uint32_t kv_head) {
   const ProblemParams& p = params_;
-  const size_t base = kv_head * HeadBytes(0),
-               v_base = base + size_t{p.window} * p.head_dim * 2;
+  const size_t base = kv_head * HeadBytes(0), v_base = base + size_t{p.window} * p.head_dim * 2;
   const uint32_t sub = std::min(p.window, 8u), seen = SeenBits(window);
   for (uint32_t t = 0; t < p.window; ++t) {
     if (((seen >> t) & 1u) == 0) continue;
@@ -396,6 +398,10 @@ void Problem::Clear() {
     mass_.assign(MassRows() * group_.mass_head_stride, 0.0f);
     group_.mass = mass_.data();
   }
+  if (params_.token_mass) {
+    token_mass_.assign(params_.n_kv_heads * group_.token_mass_head_stride, 0.0f);
+    group_.token_mass = token_mass_.data();
+  }
 }
 
 void Problem::Run(ParallelFor& pool, Workspace& workspace) {
@@ -415,8 +421,7 @@ std::string Problem::CompareWith(const ReferenceResult& want) const {
   const bool decode = p.n_rows * p.n_gqa <= internal::kDecodeVectors;
   const bool integers = p.formats != Formats::kGrid &&
                         (p.formats == Formats::kToken ||
-                         (decode ? p.formats != Formats::kFull
-                                : shape_.rungs[3].token != nullptr));
+                         (decode ? p.formats != Formats::kFull : shape_.rungs[3].token != nullptr));
   const double weight_bound = integers ? 3e-4 : 0.0;
   // Rounding errors of a sum of D terms are a random walk: about sqrt(D) / 2 eps times the sum of
   // magnitudes is out of its reach, as the terms are far smaller than their sum. A weight is off by
@@ -444,19 +449,31 @@ std::string Problem::CompareWith(const ReferenceResult& want) const {
         return "wrote past a row";
     }
   }
-  if (!p.mass) return "";
-  const double relative = kEpsilon * (logit_eps * magnitude + sum_eps);
-  for (uint32_t h = 0; h < MassRows(); ++h) {
-    for (uint32_t i = 0; i < p.n_windows + 2; ++i) {
-      const double got = mass_[h * group_.mass_head_stride + i];
-      const double ref = i < p.n_windows ? want.mass[size_t{h} * p.n_windows + i] : 0.0;
+  return CompareMasses(want, kEpsilon * (logit_eps * magnitude + sum_eps));
+}
+
+std::string Problem::CompareMasses(const ReferenceResult& want, double relative) const {
+  const ProblemParams& p = params_;
+  const auto compare = [relative](const std::vector<float>& all, const std::vector<double>& wanted,
+                                  size_t n, size_t stride, const char* what) -> std::string {
+    for (size_t i = 0; i < all.size(); ++i) {
+      const double got = all[i], ref = i % stride < n ? wanted[i / stride * n + i % stride] : 0.0;
       if (std::abs(got - ref) <= relative * ref + 1e-30) continue;
-      error << "mass row " << h << " window " << i << ": " << got << " instead of " << ref
-            << ", relative bound " << relative;
+      std::ostringstream error;
+      error << what << " mass row " << i / stride << " at " << i % stride << ": " << got
+            << " instead of " << ref << ", relative bound " << relative;
       return error.str();
     }
+    return "";
+  };
+  if (p.mass) {
+    const std::string error =
+        compare(mass_, want.mass, p.n_windows, group_.mass_head_stride, "window");
+    if (!error.empty()) return error;
   }
-  return "";
+  if (!p.token_mass) return "";
+  return compare(token_mass_, want.token_mass, size_t{p.n_windows} * p.window,
+                 group_.token_mass_head_stride, "token");
 }
 
 }  // namespace qevict::kernels

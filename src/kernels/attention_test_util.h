@@ -60,6 +60,8 @@ struct ProblemParams {
   uint32_t mass_first_row = 0;
   MassKind mass_kind = MassKind::kSum;
   bool mass_per_head = false;
+  bool token_mass = false;
+  uint32_t token_mass_first_row = 0;
   uint32_t head_gap = 0;  ///< poisoned bytes between the heads' blocks
   /// Blocks lie in one piece of memory in random order, as after a while of routing; else each is
   /// an allocation of its own, so that a sanitizer sees reads past it.
@@ -87,10 +89,13 @@ class Problem {
   void Clear();
   const std::vector<float>& out() const { return out_; }
   const std::vector<float>& mass() const { return mass_; }
+  const std::vector<float>& token_mass() const { return token_mass_; }
   /// Empty if outputs and masses are within the rounding bound of the reference, else where and by
   /// how much not.
   std::string Compare() const;
   std::string CompareWith(const ReferenceResult& want) const;
+  /// The same of the masses alone, each off by at most `relative`.
+  std::string CompareMasses(const ReferenceResult& want, double relative) const;
   std::vector<uint32_t>& visible() { return visible_; }
   /// Of keys, then of values if they lie apart, window by window. Empty if scattered.
   std::vector<std::vector<uint8_t>>& blocks() { return blocks_; }
@@ -140,7 +145,7 @@ class Problem {
   Workspace scattered_;                       // or all of them
   size_t bytes_ = 0;
   std::vector<uint32_t> visible_;
-  std::vector<float> q_, out_, bias_, slopes_, sinks_, mass_;
+  std::vector<float> q_, out_, bias_, slopes_, sinks_, mass_, token_mass_;
 };
 
 /// ISAs that this CPU can run.

@@ -355,6 +355,7 @@ ReferenceResult AttendReference(const AttentionGroup& g) {
   ReferenceResult r;
   r.out.assign(size_t{g.n_rows} * n_heads * dv, 0.0);
   r.mass.assign(size_t{g.mass_per_head ? n_heads : s.n_kv_heads} * n_windows, 0.0);
+  r.token_mass.assign(s.n_kv_heads * n_windows * s.window, 0.0);
   r.sink.assign(size_t{g.n_rows} * n_heads, 0.0);
   r.magnitude.assign(size_t{g.n_rows} * n_heads, 0.0);
   std::vector<double> value(dv);
@@ -378,6 +379,8 @@ ReferenceResult AttendReference(const AttentionGroup& g) {
         ReferenceValue(s, g.windows[window], head / s.n_gqa, token, value.data());
         for (uint32_t c = 0; c < dv; ++c) r.out[index * dv + c] += p * value[c];
         masses[window] += p;
+        if (row >= g.token_mass_first_row)
+          r.token_mass[head / s.n_gqa * logits.values.size() + k] += p;
       }
       if (row < g.mass_first_row) continue;
       double* mass = r.mass.data() + (g.mass_per_head ? head : head / s.n_gqa) * n_windows;

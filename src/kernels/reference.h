@@ -10,9 +10,10 @@
 namespace qevict::kernels {
 
 struct ReferenceResult {
-  std::vector<double> out;   ///< [row][head][Dv]
-  std::vector<double> mass;  ///< [kv head or query head][window], what masses of 0 become
-  std::vector<double> sink;  ///< [row][head] probability of the sink
+  std::vector<double> out;         ///< [row][head][Dv]
+  std::vector<double> mass;        ///< [kv head or query head][window], what masses of 0 become
+  std::vector<double> token_mass;  ///< [kv head][window * W + token]
+  std::vector<double> sink;        ///< [row][head] probability of the sink
   /// [row][head] largest sum of |q_c k_c| * scale over the seen tokens, plus |bias|: scale of a
   /// logit's rounding error.
   std::vector<double> magnitude;

@@ -21,7 +21,8 @@ Plan PlanFor(TestView& view, uint64_t bytes, const char* params = "hold:0") {
 TEST(LadderTest, EnoughBytesKeepEverythingInFullPrecision) {
   TestView view = Rungs();
   view.Add({1, 2, 3});
-  for (const Placement& p : PlanFor(view, 3 * 2048).placements[0])
+  const Plan plan = PlanFor(view, 3 * 2048);
+  for (const Placement& p : plan.placements[0])
     EXPECT_EQ(p, (Placement{kFullRung, kFullRung}));
 }
 
@@ -38,12 +39,21 @@ TEST(LadderTest, PrecisionFallsWithTheScoreAndEvictionComesLast) {
 
 TEST(LadderTest, WhatCannotBeHeldIsTheLightest) {
   TestView view = Rungs();
-  view.Add({5, 1, 4, 2});
+  view.Add({5, 1, 4, 2}).age.assign(4, 1000);
   const std::vector<Placement> placed = PlanFor(view, 2 * 224 + 50).placements[0];
   EXPECT_NE(placed[0].k, kGone);
   EXPECT_NE(placed[2].k, kGone);
   EXPECT_EQ(placed[1].k, kGone);
   EXPECT_EQ(placed[3].k, kGone);
+}
+
+// A window that fewer rows have seen needs less mass for the same weight.
+TEST(LadderTest, ScoresCountPerRowThatCouldSeeTheWindow) {
+  TestView view = Rungs();
+  GroupColumns& c = view.Add({10, 10, 10});
+  c.age = {1000, 31, 7};
+  const Plan plan = PlanFor(view, 3 * 224 + 200);
+  EXPECT_GT(plan.placements[0][0].k, plan.placements[0][2].k);
 }
 
 TEST(LadderTest, LayersAndSequencesCompete) {
@@ -67,7 +77,7 @@ TEST(LadderTest, InvisibleWindowsGoAndProtectedOnesCount) {
 
 TEST(LadderTest, ScoresThatAreNoNumbersCountAsNone) {
   TestView view = Rungs();
-  view.Add({NAN, 5, -INFINITY, 5});
+  view.Add({NAN, 5, -INFINITY, 5}).age.assign(4, 1000);
   const Plan plan = PlanFor(view, 2 * 224);
   EXPECT_EQ(plan.placements[0][0].k, kGone);
   EXPECT_NE(plan.placements[0][1].k, kGone);
