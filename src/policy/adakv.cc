@@ -14,6 +14,8 @@
 // authors' two roundings lose or add some). What a head has no windows for goes to the best windows
 // that no other head's budget holds. The budget holds during the answer, as in snapkv.cc.
 #include <algorithm>
+#include <map>
+#include <utility>
 
 #include "policy/observation.h"
 #include "policy/parts.h"
@@ -81,36 +83,35 @@ std::vector<uint64_t> HeadBudgets(const std::vector<Ranking>& heads, uint64_t n,
   return budgets;
 }
 
-/// Heads of one layer of one sequence: groups [begin, end) of the view, which share `bytes`.
-void PlanLayer(const View& view, size_t begin, size_t end, uint64_t bytes, const Config& config,
-               Plan& plan) {
+/// Heads of one layer of one sequence: these groups of the view, which share `bytes`.
+void PlanLayer(const View& view, const std::vector<size_t>& groups, uint64_t bytes,
+               const Config& config, Plan& plan) {
   const auto param = [&](std::string_view name) { return ParamOf(config, kAdaKvPolicy, name); };
   const parts::Pooling pooling{static_cast<size_t>(param("kernel")), param("max_pool") >= 0.5,
                                param("window_max") >= 0.5};
-  const uint64_t unit = view.groups[begin].ladder->UnitCost(kFullRung, kFullRung);
+  const uint64_t unit = view.groups[groups[0]].ladder->UnitCost(kFullRung, kFullRung);
   const uint64_t n = bytes / std::max<uint64_t>(1, unit);
   std::vector<Ranking> heads;
-  for (size_t j = begin; j < end; ++j) {
+  for (const size_t j : groups) {
     heads.push_back(parts::RankObserved(view.groups[j], config.window, pooling));
-    if (param("normalize") >= 0.5) Normalize(heads.back(), n / (end - begin));
+    if (param("normalize") >= 0.5) Normalize(heads.back(), n / groups.size());
   }
   const std::vector<uint64_t> budgets = HeadBudgets(heads, n, param("alpha"));
-  for (size_t j = begin; j < end; ++j)
-    parts::KeepFirst(view.groups[j], heads[j - begin], budgets[j - begin], bytes,
-                     plan.placements[j]);
+  for (size_t h = 0; h < groups.size(); ++h)
+    parts::KeepFirst(view.groups[groups[h]], heads[h], budgets[h], bytes,
+                     plan.placements[groups[h]]);
 }
 
 Plan PlanAdaKv(const View& view, const Budget& budget, const Config& config) {
   Plan plan = parts::KeepAll(view);
   const std::vector<uint64_t> shares = parts::HistoryShares(view, budget);
-  for (size_t begin = 0, end = 0; begin < view.groups.size(); begin = end) {
+  std::map<std::pair<uint32_t, uint32_t>, std::vector<size_t>> layers;  // of each sequence
+  for (size_t j = 0; j < view.groups.size(); ++j)
+    layers[{view.groups[j].sequence, view.groups[j].layer}].push_back(j);
+  for (const auto& [layer, groups] : layers) {
     uint64_t bytes = 0;
-    const GroupView& first = view.groups[begin];
-    for (; end < view.groups.size() && view.groups[end].sequence == first.sequence &&
-           view.groups[end].layer == first.layer;
-         ++end)
-      bytes += shares[end];
-    PlanLayer(view, begin, end, bytes, config, plan);
+    for (const size_t j : groups) bytes += shares[j];
+    PlanLayer(view, groups, bytes, config, plan);
   }
   return plan;
 }

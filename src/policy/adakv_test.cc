@@ -92,6 +92,20 @@ TEST(AdaKvTest, LayersAndSequencesDoNotShare) {
   for (const auto& placed : plan.placements) EXPECT_EQ(Kept(placed).size(), 2u);
 }
 
+// Groups may come layer by layer, head by head, sequence by sequence.
+TEST(AdaKvTest, HeadsOfASequenceShareWhereverTheyStand) {
+  TestView view({100, 20});
+  view.Add({9, 9, 9, 9}, 0, 0, 0);
+  view.Add({1, 1, 1, 1}, 1, 0, 0);
+  view.Add({1, 1, 1, 1}, 0, 0, 1);
+  view.Add({9, 9, 9, 9}, 1, 0, 1);
+  const Plan plan = kAdaKvPolicy.plan(view.view(), {8 * 200}, AdaKv("kernel:1/alpha:0"));
+  EXPECT_EQ(Kept(plan.placements[0]).size(), 4u);
+  EXPECT_EQ(Kept(plan.placements[1]).size(), 0u);
+  EXPECT_EQ(Kept(plan.placements[2]).size(), 0u);
+  EXPECT_EQ(Kept(plan.placements[3]).size(), 4u);
+}
+
 TEST(AdaKvTest, WithOneGroupPerLayerItIsSnapKv) {
   std::mt19937 random(7);
   TestView view({100, 20});

@@ -9,16 +9,33 @@
 namespace qevict::parts {
 namespace {
 
+/// Where masses are read from: by token, or sums of windows.
+struct Masses {
+  std::span<const float> tokens, sums;
+};
+
+/// The last prompt's rows, by token if that is known. If they have looked at nothing yet (a prompt
+/// has just begun), all that was earned before.
+Masses ChooseMasses(const GroupView& g) {
+  const auto known = [](std::span<const float> x) {
+    return std::any_of(x.begin(), x.end(), [](float mass) { return mass > 0.0f; });
+  };
+  if (known(g.tokens)) return {g.tokens, {}};
+  const std::span<const float> prompt = g.stat(Stat::kPromptMass);
+  return {{}, known(prompt) ? prompt : g.stat(Stat::kScore)};
+}
+
 /// Mass of the tokens of windows [begin, end), one after the other.
-std::vector<float> TokenMasses(const GroupView& g, uint32_t window, size_t begin, size_t end) {
-  const std::span<const float> sums = g.stat(Stat::kPromptMass);
+std::vector<float> TokenMasses(const GroupView& g, const Masses& masses, uint32_t window,
+                               size_t begin, size_t end) {
   std::vector<float> mass;
   for (size_t i = begin; i < end; ++i) {
     for (size_t t = 0; t < g.n_tokens[i]; ++t) {
-      if (!g.tokens.empty()) {
-        mass.push_back(g.tokens[i * window + t]);
+      if (!masses.tokens.empty()) {
+        mass.push_back(masses.tokens[i * window + t]);
       } else {
-        mass.push_back(sums.empty() ? 0.0f : sums[i] / static_cast<float>(g.n_tokens[i]));
+        mass.push_back(masses.sums.empty() ? 0.0f
+                                           : masses.sums[i] / static_cast<float>(g.n_tokens[i]));
       }
     }
   }
@@ -40,24 +57,25 @@ size_t EndOfHistory(const GroupView& g) {
   return end;
 }
 
-/// One past the last window that a prompt's rows looked at.
-size_t EndOfObserved(const GroupView& g, uint32_t window) {
+/// One past the last window that has mass.
+size_t EndOfObserved(const GroupView& g, const Masses& masses, uint32_t window) {
   for (size_t i = g.size(); i > 0; --i) {
-    const std::vector<float> mass = TokenMasses(g, window, i - 1, i);
+    const std::vector<float> mass = TokenMasses(g, masses, window, i - 1, i);
     if (std::any_of(mass.begin(), mass.end(), [](float x) { return x > 0.0f; })) return i;
   }
   return 0;
 }
 
 /// Pooled score of every window before the protected ones at the end.
-std::vector<float> Scores(const GroupView& g, uint32_t window, const Pooling& pooling) {
+std::vector<float> Scores(const GroupView& g, const Masses& masses, uint32_t window,
+                          const Pooling& pooling) {
   std::vector<float> scores;
   const size_t n = EndOfHistory(g);
   for (size_t begin = 0; begin < n;) {
     size_t end = begin + 1;
     while (end < n && g.position[end] == g.position[end - 1] + g.n_tokens[end - 1]) ++end;
     const std::vector<float> pooled =
-        Pool(TokenMasses(g, window, begin, end), pooling.kernel | 1, pooling.maximum);
+        Pool(TokenMasses(g, masses, window, begin, end), pooling.kernel | 1, pooling.maximum);
     std::span<const float> rest(pooled);
     for (; begin < end; ++begin) {
       scores.push_back(Reduce(rest.first(g.n_tokens[begin]), pooling.window_max));
@@ -79,8 +97,9 @@ bool RanksBefore(const Ranked& a, const Ranked& b) {
 }
 
 std::vector<Ranked> RankObserved(const GroupView& g, uint32_t window, const Pooling& pooling) {
-  const std::vector<float> scores = Scores(g, window, pooling);
-  const size_t observed = EndOfObserved(g, window);
+  const Masses masses = ChooseMasses(g);
+  const std::vector<float> scores = Scores(g, masses, window, pooling);
+  const size_t observed = EndOfObserved(g, masses, window);
   std::vector<Ranked> ranking;
   for (size_t i = 0; i < scores.size(); ++i) {
     if (g.is_protected[i]) continue;

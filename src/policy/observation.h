@@ -6,6 +6,8 @@
 //   window    mean or maximum over its tokens
 //
 // Where only the window's sum is known, each of its tokens counts as having an equal part of it.
+// While the last prompt's rows have looked at nothing yet, Stat::kScore stands for them: what earlier
+// prompts and generation gave.
 //
 // Order: windows that came after the observed ones (generation; the methods never evict it), newest
 // first; observed windows by score, then the older one; windows that no row can see any more,

@@ -93,6 +93,16 @@ TEST(ObservationTest, WithoutAnyMassTheNewestStay) {
   EXPECT_EQ(Order(RankObserved(view.groups()[0], 8, kNone)), (std::vector<size_t>{2, 1, 0}));
 }
 
+// A second prompt begins: its rows have not attended yet, and what was earned before still counts.
+TEST(ObservationTest, BeforeAPromptHasLookedScoresCount) {
+  TestView view({100, 20});
+  view.Add({3, 9, 5});
+  view.view();
+  const std::vector<float> none(3, 0.0f);
+  view.groups()[0].stats[static_cast<size_t>(Stat::kPromptMass)] = none;
+  EXPECT_EQ(Order(RankObserved(view.groups()[0], 8, kNone)), (std::vector<size_t>{1, 2, 0}));
+}
+
 TEST(ObservationTest, KeepFirstSpendsBytesInOrder) {
   TestView view({100, 20});
   GroupColumns& c = view.Add({4, 3, 2, 1});

@@ -14,7 +14,7 @@
 //
 // Deviation: the budget is in bytes and holds during the answer, too. At every event what has been
 // generated takes bytes from the lowest windows of the prompt, and when none is left, from its own
-// oldest. A second prompt adds to what the first one's rows gave.
+// oldest. A second prompt's rows rank everything anew.
 #include "policy/observation.h"
 #include "policy/parts.h"
 #include "policy/policies.h"
