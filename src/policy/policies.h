@@ -1,4 +1,4 @@
-// The policies that src/policy defines, one file each; policies.cc lists them.
+// The list of policies; each is defined in a file of its own.
 #pragma once
 
 #include "qevict/policy.h"
@@ -7,5 +7,9 @@ namespace qevict {
 
 extern const Policy kFullPolicy, kStreamingPolicy, kPackPolicy, kQEvictPolicy, kSnapKvPolicy,
     kAdaKvPolicy, kLadderPolicy;
+
+inline constexpr const Policy* kPolicies[] = {&kFullPolicy,   &kStreamingPolicy, &kPackPolicy,
+                                              &kQEvictPolicy, &kSnapKvPolicy,    &kAdaKvPolicy,
+                                              &kLadderPolicy};
 
 }  // namespace qevict
