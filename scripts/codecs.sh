@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures packed formats: KL against the full cache on three models (everything but sinks and recents
 # packed, nothing evicted), time and bytes in the kernels, and KL along a long answer. Then writes the
-# table and the picture of docs/codecs.md from the results.
+# tables and the pictures of docs/codec-measurements.md from the results.
 #
 #   scripts/codecs.sh --text FILE --calibration FILE [--out DIR] [--models NAMES] [--groups NAMES]
 #                     [--quick] [part ...]
@@ -162,6 +162,6 @@ for part in "${parts[@]}"; do
       mv "$out/kernels.json.part" "$out/kernels.json" ;;
     table)
       step "table and picture"
-      "$(python_env plots matplotlib==3.10.7)" "$repo_dir/bench/codecs.py" "$out" "$repo_dir/docs/codecs.md" ;;
+      "$(python_env plots matplotlib==3.10.7)" "$repo_dir/bench/codecs.py" "$out" "$repo_dir/docs/codec-measurements.md" ;;
   esac
 done

@@ -145,8 +145,7 @@ class KvCache {
   /// The kernel's table for that layer, or null without RoPE. Covers all positions appended so far.
   const kernels::RopeTable* rope_table(uint32_t il) const;
 
-  // --- Sequences
-  // -----------------------------------------------------------------------------------------------------
+  // --- Sequences --------------------------------------------------------------------------------
   SeqId CreateSequence(uint32_t stream);
   /// A sequence that goes on behind a token of `parent`: it shares the windows up to there (rows
   /// see them by their masks), has the parent's phase and counters, and gets no sinks of its own.
@@ -185,8 +184,7 @@ class KvCache {
   TokenRef tail(SeqId seq) const;
   int32_t tail_pos(SeqId seq) const;
 
-  // --- One step
-  // ------------------------------------------------------------------------------------------------------
+  // --- One step ---------------------------------------------------------------------------------
   /// Kills what the cells held, creates windows. Refs come back in order. If rows of a token in the
   /// middle of a sequence's last window are rewritten (rollback of a tail), the window is reused.
   /// kResourceExhausted: nothing changed but the length of RoPE tables.
@@ -241,8 +239,7 @@ class KvCache {
   /// Score of a window in one layer; 0 if the layer has evicted it.
   float score(uint32_t il, WindowId window) const;
 
-  // --- Routing
-  // -------------------------------------------------------------------------------------------------------
+  // --- Routing ----------------------------------------------------------------------------------
   /// Tells that `n` rows of a sequence are about to be appended. Updates step counters; returns
   /// true if a routing event is due before the append (call RouteAll then): at decode step
   /// Config::first_event and every interval (n rows after decoding has begun, up to 64, are n
@@ -262,10 +259,10 @@ class KvCache {
   /// True once the sequence has made a decode step.
   bool decoded(SeqId seq) const;
   /// NoteStep and the events that are due for all rows of a step, and room for all of them together
-  /// (if they do not fit the limit, an event runs at once and evicts more). What engines call before
-  /// Append. Where even that does not suffice the limit is out of force until the next event: no
-  /// step fails because of the budget. Errors: kResourceExhausted only if the system refuses
-  /// memory; the cache is sound then, and the step may be tried again.
+  /// (if they do not fit the limit, an event runs at once and evicts more). What engines call
+  /// before Append. Where even that does not suffice the limit is out of force until the next
+  /// event: no step fails because of the budget. Errors: kResourceExhausted only if the system
+  /// refuses memory; the cache is sound then, and the step may be tried again.
   Status PrepareStep(std::span<const StepRows> rows, ParallelFor& pool);
   /// True while the step that was prepared last may exceed the limit.
   bool overdrawn() const;
@@ -288,8 +285,7 @@ class KvCache {
   /// minimum; nothing has changed then.
   Status SetBudget(uint32_t tokens, double fraction);
 
-  // --- Whole-cache operations
-  // ----------------------------------------------------------------------------------------
+  // --- Whole-cache operations -------------------------------------------------------------------
   /// Forgets everything: tokens, scores, counters, step phases. Memory goes back to the system, but
   /// for RoPE tables, which keep their length.
   void Clear();

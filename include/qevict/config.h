@@ -1,9 +1,8 @@
 // Config: every setting of a cache, and the text form users write it in.
 // Text form (QEVICT_CONFIG, --set): comma-separated `key=value`, or a file with one `key = value`
-// per line and
-// `#` comments. Unknown keys, bad values and contradictions are refused with one sentence that
-// names them. Sources of the defaults: QEvict (arXiv 2608.05326); ambiguities as decided in
-// docs/policies.md.
+// per line and `#` comments. Unknown keys, bad values and contradictions are refused with one
+// sentence that names them. Sources of the defaults: QEvict (arXiv 2608.05326); what it leaves open
+// is decided in docs/policies.md.
 #pragma once
 
 #include <cstdint>
@@ -139,11 +138,12 @@ std::optional<double> AverageLayerBits(const Config& config);
 std::optional<uint32_t> HighestLayerNamed(const Config& config);
 
 /// Parses the text form on top of the defaults (or of `base`).
-/// Keys: preset budget budget_tokens sinks recents window interval q policy params codec bits rungs layer_bits
-/// statistics promotion prefill report local_mode charge_dormant fill_slack per_head scores init_rows
-/// first_event score ema_lambda p_norm key_norm_sign check. `budget`: `20%`, `0.2`, or bytes with
-/// unit (`512MiB`, `2GiB`, `1000000B`, `64KiB`). `recents`: tokens or `25%`. `q`: 0...1. Errors:
-/// kInvalidArgument naming the key, the value and the legal range. Never throws.
+/// Keys: preset budget budget_tokens sinks recents window interval q policy params codec bits rungs
+/// layer_bits statistics promotion prefill report local_mode charge_dormant fill_slack per_head
+/// scores init_rows first_event score ema_lambda p_norm key_norm_sign check. `budget`: `20%`,
+/// `0.2`, or bytes with unit (`512MiB`, `2GiB`, `1000000B`, `64KiB`). `recents`: tokens or `25%`.
+/// `q`: 0...1. Errors: kInvalidArgument naming the key, the value and the legal range. Never
+/// throws.
 Result<Config> ParseConfig(std::string_view text, const Config& base = {});
 /// ParseConfig, or, where `text` names a readable file (contains no '='), of the file's contents.
 /// kNotFound if neither.

@@ -1,8 +1,7 @@
 // Arena with a hard byte limit: address space is reserved up front, memory is committed page by
 // page in dense regions. Why: "bytes of the cache" must be one number that the operating system
-// agrees with. Each region keeps its slots dense
-// ([0, n_slots) with no holes; the owner moves the last slot into a freed one), so committed pages
-// = resident pages.
+// agrees with. Each region keeps its slots dense ([0, n_slots) with no holes; the owner moves the
+// last slot into a freed one), so committed pages = resident pages.
 //
 //   reservation  |region 0: slot slot slot ....|region 1: slot slot ....|
 //   resident      ^^^^^^^^^^^^^^^^               ^^^^^^^^^^

@@ -247,7 +247,8 @@ bool ReadLayerBits(std::string_view text, Config& config) {
 
 std::string WriteLayerBits(const Config& config) { return config.layer_bits; }
 
-/// Text that a later check reads: names of policies and parameters, which this module does not know.
+/// Text that a later check reads: names of policies and parameters, which this module does not
+/// know.
 template <auto kMember>
 bool ReadWords(std::string_view text, Config& config) {
   config.*kMember = text;

@@ -125,7 +125,7 @@ TEST(RopeTest, RotateThenUnrotateIsIdentity) {
   }
 }
 
-// policies.md 5.4.4
+// (1, 0) turned by 3 radians is (cos 3, sin 3).
 TEST(RopeTest, SpecificationVector) {
   for (RopePairing pairing : {RopePairing::kInterleaved, RopePairing::kHalves}) {
     const RopeParams p = Plain(pairing, 2);

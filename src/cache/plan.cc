@@ -121,14 +121,14 @@ std::optional<uint64_t> KvCache::Impl::ShareAlone(uint32_t il, std::span<const S
   if (share < mandatory + history || n_units == 0) return std::nullopt;
   const uint64_t left = share - mandatory - history;
   const uint64_t fair = (share - mandatory) / n_units * plan.n_free;
-  if (left < fair - fair / 32) return std::nullopt;
+  if (left < fair - fair / 64) return std::nullopt;
   return plan.mandatory + std::min(left, fair);
 }
 
 /// The due sequence alone, if every layer can have it so.
 bool KvCache::Impl::ProtectAlone(std::span<const uint32_t> ils, SeqId seq,
                                  std::span<const SeqId> domain, LayerPlans& out) {
-  if (domain.size() < 2 || !step_sequences.empty() || restore) return false;
+  if (domain.size() < 2 || pressure > 0 || !step_sequences.empty() || restore) return false;
   for (const uint32_t il : ils) {
     SeqPlan plan;
     plan.id = seq;

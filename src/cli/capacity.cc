@@ -176,7 +176,7 @@ class CachePlanner {
            Grown(4 * n_cells) + n_shapes * kPoolSlackBytes + rope;
   }
 
-  LayerPlan Count(const CacheLayer& l, const Plan& plan, uint64_t full, uint64_t packed) const {
+  LayerPlan Count(const CacheLayer& l, const HistoryPlan& plan, uint64_t full, uint64_t packed) const {
     uint64_t n_full = 0, n_packed = 0;
     for (const HistoryPlacement& p : plan.placements) {
       n_full += p.tier == Tier::kFull;

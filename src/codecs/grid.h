@@ -1,5 +1,5 @@
-// The asymmetric uniform grid that several formats share (policies.md C9): scale and minimum in
-// f16, codes against the rounded grid.
+// The asymmetric uniform grid that several formats share: scale and minimum in f16, codes against
+// the rounded grid (kivi_axis.h has the formulas).
 #pragma once
 
 #include <algorithm>

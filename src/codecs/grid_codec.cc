@@ -174,7 +174,7 @@ class Part {
     LoadGrids(block);
   }
 
-  /// qevict-reference 3.3: bytes times an f16 unit that 32 channels share.
+  /// byte_grid (kivi_grid.h): bytes times an f16 unit that 32 channels share.
   void StoreByteGrids(uint8_t* block) {
     const uint32_t n_units = kernels::ByteGridUnits(dim_);
     for (uint32_t u = 0; u < n_units; ++u) {

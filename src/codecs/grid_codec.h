@@ -20,7 +20,7 @@ struct GridFit {
 /// x [n], finite, factor and offset taken off.
 using FitGrid = GridFit (*)(const kernels::GridVector& grid, const float* x, uint32_t n);
 
-/// zero = min, scale = (max - min) / (2^bits - 1) (policies.md C9).
+/// zero = min, scale = (max - min) / (2^bits - 1).
 GridFit FitMinMax(const kernels::GridVector& grid, const float* x, uint32_t n);
 /// zero = scale * round(min / scale), scale = max(max - min, 1e-5) / (2^bits - 1).
 GridFit FitWholeZero(const kernels::GridVector& grid, const float* x, uint32_t n);

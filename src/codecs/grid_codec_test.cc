@@ -59,7 +59,7 @@ GridSpec PerToken(uint32_t bits, uint32_t dim) {
   return s;
 }
 
-// policies.md 4.1; repeated so that a token has 8 channels.
+// KIVI's code by hand; repeated so that a token has 8 channels.
 TEST(GridCodecTest, KiviVectors) {
   const Coded value = Encoded(PerToken(2, 8), {0, .1f, .2f, 1, 0, .1f, .2f, 1});
   ExpectNear(value.decoded, {0, 0, .333252f, .999756f}, 1e-6f);
@@ -92,7 +92,7 @@ TEST(GridCodecTest, KiviVectorOfFourBits) {
   for (size_t i = 0; i < 8; ++i) EXPECT_NEAR(y[i], codes[i] * 0.199951171875f - 1.0f, 1e-6f);
 }
 
-// policies.md 4.6
+// Nearest levels of NF4 times the largest magnitude of a token.
 TEST(GridCodecTest, NormalFloatVector) {
   const Coded coded = Encoded(Nqkv({1, 8, 8}).v, {.3f, -1.2f, .05f, 2, -.6f, 0, 1.1f, -2.4f});
   ExpectNear(coded.decoded, {.386232f, -1.260175f, 0, 1.735096f, -.682659f, 0, 1.057704f, -2.4f},
@@ -101,7 +101,8 @@ TEST(GridCodecTest, NormalFloatVector) {
   for (size_t i = 0; i < 4; ++i) EXPECT_EQ(coded.bytes[i], codes[i]) << i;
 }
 
-/// policies.md 4.6: quantiles of the Gaussian at equal distances, over the largest.
+/// NF4 (QLoRA, arXiv 2305.14314, appendix E): quantiles of the Gaussian at equal
+/// distances, over the largest.
 TEST(GridCodecTest, NormalFloatLevelsAreQuantiles) {
   const auto below = [](double x) { return 0.5 * std::erfc(-x / std::sqrt(2.0)); };
   constexpr double kLast = 0.9677083;
@@ -121,7 +122,7 @@ TEST(GridCodecTest, NormalFloatLevelsAreQuantiles) {
   EXPECT_EQ(levels[7], 0.0f);
 }
 
-// policies.md 5.3: groups of 4 tokens of a channel.
+// The normal code of hqe.h: groups of 4 tokens of a channel.
 TEST(GridCodecTest, NormalCodeVectors) {
   for (const uint32_t bits : {1u, 2u}) {
     GridSpec s;
@@ -138,7 +139,7 @@ TEST(GridCodecTest, NormalCodeVectors) {
   }
 }
 
-// policies.md 5.3: 2 bits to 1 is not nested.
+// HqeKV codes anew from codes: 2 bits to 1 is not nested.
 TEST(GridCodecTest, RequantizationChain) {
   const std::vector<float> x = {-1, -.52f, .04f, .3f, .55f, .9f, 1.2f, 2};
   const std::vector<float> two = RoundTrip(PerToken(2, 8), x);
@@ -153,7 +154,7 @@ TEST(GridCodecTest, RequantizationChain) {
              two, 2e-3f);
 }
 
-/// policies.md 5.3: of 128,000 numbers none changes but by the rounding of grids, and one bit after
+/// Of 128,000 numbers none changes but by the rounding of grids, and one bit after
 /// two has a larger error than at once.
 TEST(GridCodecTest, RequantizationOfManyNumbers) {
   std::mt19937 rng(10);
@@ -183,7 +184,7 @@ TEST(GridCodecTest, RequantizationOfManyNumbers) {
   EXPECT_NEAR(chained / static_cast<double>(n), 0.410, 0.01);
 }
 
-/// policies.md 4.2: what is exact in its two vectors.
+/// What kvquant keeps exactly: keys by distance in half ranges, values by standard deviations.
 TEST(GridCodecTest, KvQuantPicksTheFarthest) {
   const GridHead head = KvQuant(2, 8, {1, 8, 8}, nullptr);
   const float offset = 0.1f, factor = 1.1f;
@@ -200,7 +201,7 @@ TEST(GridCodecTest, KvQuantPicksTheFarthest) {
   EXPECT_EQ(head.v.pick_numbers(g, value, 1, 8), (std::vector<uint32_t>{3, 1}));
 }
 
-// policies.md 4.2
+// A table of levels and two exact numbers: keys on a static grid, values on one per token.
 TEST(GridCodecTest, KvQuantVectors) {
   const std::vector<float> table = {-1, -.35f, .3f, 1};
   GridSpec s;
@@ -238,7 +239,7 @@ TEST(GridCodecTest, CentroidsOfClustersAreTheirMeans) {
              1e-5f);
 }
 
-// policies.md 4.3
+// Channel-separable values, and the ranges of a sample.
 TEST(GridCodecTest, ZipCacheVectors) {
   GridSpec s = PerToken(2, 8);
   const float c[] = {2, .316228f, .547723f, .316228f};
@@ -261,7 +262,7 @@ TEST(GridCodecTest, ZipCacheVectors) {
   EXPECT_EQ(k.factor[0], 2.0f);
 }
 
-// policies.md 4.4
+// Token 2 has the smallest keys; the grids are those of the other five.
 TEST(GridCodecTest, OutlierTokenVector) {
   const float rows[6][2] = {{8, -6},       {7.6f, -5.4f}, {.2f, .1f},
                             {8.3f, -6.3f}, {7.9f, -5.7f}, {8.6f, -6.6f}};
@@ -293,9 +294,9 @@ TEST(GridCodecTest, OutlierTokenVector) {
   }
 }
 
-/// policies.md 4.5.
+/// kvtuner.h: zero = scale * round(low / scale).
 TEST(GridCodecTest, KvTunerZerosAreWholeSteps) {
-  // The specification's .2 lies half way between codes, which grids of f16 move: .19 instead.
+  // .2 would lie half way between codes, which grids of f16 move: .19.
   const std::vector<float> x = {-0.7f, 0.19f, 1.3f, 0.4f, 0.4f, 0.4f, 0.4f, 0.4f};
   GridSpec s = KvTuner({16, 16}, {1, 8, 8}).v;
   const std::vector<float> y = RoundTrip(s, x);
@@ -309,18 +310,18 @@ TEST(GridCodecTest, BytesAreThoseOfTheTables) {
   const auto bytes = [](const GridHead& head, uint32_t window, uint32_t d) {
     return GridCodec(window, {1, d, d}, {head}).bytes().total() * 1.0 / window;
   };
-  EXPECT_EQ(bytes(KiviPost(2, {1, 128, 128}), 32, 128), 96.0);  // policies.md 7
+  EXPECT_EQ(bytes(KiviPost(2, {1, 128, 128}), 32, 128), 96.0);
   EXPECT_EQ(bytes(KiviPost(4, {1, 64, 64}), 32, 64), 80.0);
   EXPECT_EQ(bytes(KiviGrid(2, {1, 128, 128}), 8, 128), 132.0);
   EXPECT_EQ(bytes(Hqe(1, {1, 128, 128}), 32, 128), 64.0);
   EXPECT_EQ(bytes(Hqe(4, {1, 128, 128}), 32, 128), 160.0);
   EXPECT_EQ(bytes(ZipCache(4, {1, 128, 128}, nullptr), 32, 128), 64 + 64 + 4);
   EXPECT_EQ(bytes(Ott(2, {1, 128, 128}), 32, 128), 96 + (4 * 128 + 4) / 32.0);
-  // policies.md 4.5: (D b_k + Dv b_v) / 8, 4 D / W for keys, 4 for values.
+  // kvtuner: (D b_k + Dv b_v) / 8, 4 D / W for keys, 4 for values.
   EXPECT_EQ(bytes(KvTuner({32, 16}, {1, 128, 128}), 32, 128), 128 + 64 + 16 + 4);
   EXPECT_EQ(bytes(Nqkv({1, 256, 256}), 8, 256), 260.0);
   EXPECT_EQ(bytes(Hadamard(2, {1, 64, 64}, nullptr), 8, 64), 36.0);
-  // qevict-reference 3.3, D = 128, W = 8: grids of 272 bytes for keys; values keep f16 grids here.
+  // byte_grid, D = 128, W = 8: grids of 272 bytes for keys; values keep f16 grids here.
   EXPECT_EQ(bytes(ByteGrid(2, {1, 128, 128}, nullptr), 8, 128) * 8, 256 + 272 + 256 + 32);
   EXPECT_EQ(bytes(KvQuant(3, 32, {1, 64, 64}, nullptr), 32, 64) * 32,
             2 * (32 * 24 + 4 * 22) + 32 * 4);

@@ -1,6 +1,5 @@
-// Format hqe (HqeKV, Findings of ACL 2026; policies.md 5.3): keys after RoPE, one grid per channel
-// over the window (the paper's blocks are 32 tokens: window=32), values one grid per token and 32
-// channels.
+// Format hqe (HqeKV, Findings of ACL 2026): keys after RoPE, one grid per channel over the window
+// (the paper's blocks are 32 tokens: window=32), values one grid per token and 32 channels.
 //
 //   8, 4, 2 bits   the asymmetric uniform code of kivi_grid.h
 //   1 bit          "normal" code: zero = mean, scale = unbiased standard deviation,

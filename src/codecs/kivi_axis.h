@@ -1,6 +1,6 @@
 // Format kivi_axis: QEvict's packed tier. One kv head of one window of W tokens in b = 2 or 4 bits.
 //
-// Grid (policies.md C9, after KIVI): asymmetric and uniform. For a group x of finite numbers
+// Grid (after KIVI, arXiv 2402.02750): asymmetric and uniform. For a group x of finite numbers
 //
 //     zero  = f16(min x)
 //     scale = f16((max x - min x) / (2^b - 1))

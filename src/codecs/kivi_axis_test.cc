@@ -61,7 +61,7 @@ std::vector<float> Random(std::mt19937& rng, size_t n, float sigma = 1.0f) {
   return x;
 }
 
-// ---- Vectors of policies.md 5.4.4: windows of 4 tokens, two bits ----
+// ---- Vectors computed by hand: windows of 4 tokens, two bits ----
 
 TEST(KiviAxisTest, SpecificationVectorKeys) {
   // Eight channels; 0 and 1 carry the vectors, the others are constant.
@@ -109,7 +109,7 @@ TEST(KiviAxisTest, SpecificationVectorValues) {
   EXPECT_EQ(b.v_zero(1), 1.0f);
 }
 
-// policies.md C10: codes in little-endian order.
+// Code j lies in bits [j * b, (j + 1) * b) of a little-endian word.
 TEST(KiviAxisTest, PackingVectors) {
   const std::vector<float> zeros(8, 0.0f);
   const Block four(4, 1, 8, 8, 1, zeros, {0, 2, 4, 5, 6, 8, 10, 15});
@@ -133,7 +133,7 @@ TEST(KiviAxisTest, GoldenLayout) {
   EXPECT_EQ(at.end, 928u);
 }
 
-// policies.md 5.4.2 and 7: bytes per token and head.
+// Bytes per token and head: (D + Dv) b / 8 codes, 4 D / W and 4 for grids.
 TEST(KiviAxisTest, ByteTable) {
   const uint32_t dims[3] = {64, 128, 256}, int2[3] = {68, 132, 260}, int4[3] = {100, 196, 388};
   for (int i = 0; i < 3; ++i) {

@@ -1,6 +1,6 @@
 // Formats kivi (1, 3 and 8 bits; kivi_axis.h has 2 and 4), kivi_post, kivi_clip and byte_grid: the
-// asymmetric uniform code of KIVI (arXiv 2402.02750; policies.md 4.1) on the axes that it found
-// right, with the bytes of kernels/grid_code.h.
+// asymmetric uniform code of KIVI (arXiv 2402.02750) on the axes that it found right, with the
+// bytes of kernels/grid_code.h.
 //
 //                keys: one grid per channel      values: one grid per token      grids
 //   kivi         over the window, before RoPE    over all channels               minimum, maximum
@@ -15,7 +15,7 @@
 //
 // Least squares: the range is narrowed on both sides in steps of 1/32, down to a quarter, and the
 // one with the smallest squared error of its stored grid is taken.
-// byte_grid (qevict-reference 3.3): scale and zero of a key channel are a byte each, times an f16
+// byte_grid (after RecoverKv): scale and zero of a key channel are a byte each, times an f16
 // unit that 32 channels share. Zeros are taken against an anchor, the channel's mean before RoPE of
 // the rows that the layer held when it packed its first window: a key bias is the same in all
 // windows, and a byte is too coarse for it. The source's values have one-byte grids, too (20

@@ -1,5 +1,5 @@
-// Format kvquant (KVQuant, arXiv 2401.18079; policies.md 4.2): non-uniform levels that all channels
-// of a kv head share, and 1% of the numbers exact.
+// Format kvquant (KVQuant, arXiv 2401.18079): non-uniform levels that all channels of a kv head
+// share, and 1% of the numbers exact.
 //
 //   keys     before RoPE, per channel, static: thresholds are the 0.5% and 99.5% quantiles of the
 //            channel over the rows that the layer held when it packed its first window;

@@ -1,5 +1,5 @@
-// Format kvtuner (KVTuner, arXiv 2502.04420; policies.md 4.5): bits per layer, keys and values
-// apart (Config::layer_bits; else Config::bits for both), in its KIVI mode.
+// Format kvtuner (KVTuner, arXiv 2502.04420): bits per layer, keys and values apart
+// (Config::layer_bits; else Config::bits for both), in its KIVI mode.
 //
 //   keys      after RoPE, per channel over the window (the paper: 32 tokens)
 //   values    per token over all channels

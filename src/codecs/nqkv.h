@@ -1,4 +1,4 @@
-// Format nqkv (NQKV; policies.md 4.6): 4-bit NormalFloat levels per token, keys after RoPE.
+// Format nqkv (NQKV, arXiv 2505.16210): 4-bit NormalFloat levels per token, keys after RoPE.
 //
 //   a = f16(max |x|) over a block of a token's channels, code = nearest level of x / a,
 //   value = level * a

@@ -1,7 +1,7 @@
-// Format ott (outlier token tracing, arXiv 2505.10938; policies.md 4.4): KIVI's code after RoPE,
-// but the tokens whose keys have the smallest sum of magnitudes are exact: they have small values
-// in the channels of large magnitude and widen every grid there. Their place in the codes gets the
-// mean of the other tokens.
+// Format ott (outlier token tracing, arXiv 2505.10938): KIVI's code after RoPE, but the tokens
+// whose keys have the smallest sum of magnitudes are exact: they have small values in the channels
+// of large magnitude and widen every grid there. Their place in the codes gets the mean of the
+// other tokens.
 //
 // The paper traces a pool of 3 tokens through groups of 128 tokens and stops when 32 have been
 // pushed out of it, and has none in the first two layers. Here a window is written once and stands

@@ -7,13 +7,12 @@
 //   qevict-codec-statistics 1
 //   model HASH                          16 hexadecimal digits: FNV-1a of the model's file
 //   layer L H D DV N                    layer of the model, kv heads, channels, tokens
-//   loss K1 K2 V1 V2                    LayerStatistics::k_loss, v_loss; or the line is missing;
-//                                       then
-//   k_mean  X[D]                        per kv head: mean of the keys before RoPE,
+//   loss K1 K2 V1 V2                    LayerStatistics::k_loss, v_loss; or the line is missing
+//   k_mean X[D]                         per kv head: mean of the keys before RoPE,
 //   k_square X[D]                       mean of their squares,
 //   v_square X[DV]                      of the values' squares,
-//   q_square X[D]                       of the queries' squares (scaled by any one number); all 0:
-//                                       unknown
+//   q_square X[D]                       of the queries' squares (scaled by any one number);
+//                                       all 0: unknown
 //   end
 #pragma once
 

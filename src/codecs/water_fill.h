@@ -15,7 +15,7 @@
 //             .03454, .009497), and at 8 bits at 255 even levels up to 6 (.00019)
 //
 // Values keep their mean: tokens that attract attention have small values, whose scale is small,
-// too, and a mean that is taken off would drown them (measured: docs/codecs.md).
+// too, and a mean that is taken off would drown them (measured: docs/codec-diary.md).
 //
 // Per token: a key is R_p m + residual, and of a residual or a value x
 //

@@ -1,5 +1,5 @@
-// Format zipcache (ZipCache, arXiv 2405.14256; policies.md 4.3): keys after RoPE on one static grid
-// per channel and kv head; values channel-separable and per token.
+// Format zipcache (ZipCache, arXiv 2405.14256): keys after RoPE on one static grid per channel and
+// kv head; values channel-separable and per token.
 //
 //   keys     offset = min, factor = (max - min) / (2^b - 1) of the channel over the rows that the
 //            layer held when it packed its first window; code = round(clamp((x - offset) / factor))

@@ -3,20 +3,21 @@
 // L1/L2-sized tile of the workspace); the exact probability mass of every window comes back with
 // the output.
 //
-// Storage that the kernels read (written by src/cache, per kv head; W = window length Omega, S =
-// min(W, 8), D, Dv):
-//   (keys and values are blocks of their own)
+// Storage that the kernels read (written by src/cache, per kv head; W = window length, S =
+// min(W, 8), D, Dv); keys and values are blocks of their own:
+//
 //   full     K [W/S][D][S] 16-bit   tokens in lanes: channel-major inside sub-blocks of S tokens
 //            V [W][Dv]     16-bit   channels in lanes
-//   packed b K codes [D][W] b bits  little-endian in each byte, tokens of one channel adjacent
-//   (policies.md C10)
+//   packed b K codes [D][W] b bits  tokens of one channel adjacent; code j of a part lies in byte
+//                                   j*b/8 from bit (j*b mod 8) on, lowest bits first
 //            K grid  scale f16 [D], zero f16 [D]
 //            V codes [W][Dv] b bits channels of one token adjacent
 //            V grid  scale f16 [W], zero f16 [W]
 //            value = code * scale + zero; packed keys are stored before RoPE and rotated by the
-//            kernel.
+//            kernel
 //   token    every token by itself, keys after RoPE: see kernels/token_code.h (W >= 8)
 //   grid     codes on grids along any axis: see kernels/grid_code.h (W >= 8)
+//
 // D and Dv are multiples of 8 up to 512; W is 1, 2, 4, 8, 16 or 32.
 #pragma once
 

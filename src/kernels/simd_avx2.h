@@ -69,9 +69,8 @@ struct SimdAvx2 {
     const __m256i x = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
   }
-  static V LoadF16Half(const uint16_t* p) {
-    return LoadF16(p);
-  }  // never needed: rows are multiples of 8
+  // Never needed: rows are multiples of 8.
+  static V LoadF16Half(const uint16_t* p) { return LoadF16(p); }
   static V LoadBf16Half(const uint16_t* p) { return LoadBf16(p); }
 
   static V Channels(const float* p) { return _mm256_broadcast_ss(p); }

@@ -65,9 +65,8 @@ struct SimdNeon {
     return {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(x), 16)),
             vreinterpretq_f32_u32(vshll_n_u16(vget_high_u16(x), 16))};
   }
-  static V LoadF16Half(const uint16_t* p) {
-    return LoadF16(p);
-  }  // never needed: rows are multiples of 8
+  // Never needed: rows are multiples of 8.
+  static V LoadF16Half(const uint16_t* p) { return LoadF16(p); }
   static V LoadBf16Half(const uint16_t* p) { return LoadBf16(p); }
 
   static V Channels(const float* p) { return Set1(*p); }

@@ -45,9 +45,8 @@ struct SimdScalar {
     return {F4((U4)Magnitude(m.lo) | ((U4)s.lo & 0x80000000u)),
             F4((U4)Magnitude(m.hi) | ((U4)s.hi & 0x80000000u))};
   }
-  static V Round(V a) {
-    return Sub(Add(a, Set1(0x1.8p23f)), Set1(0x1.8p23f));
-  }  ///< to nearest even; |a| < 2^22
+  /// To nearest even; |a| < 2^22.
+  static V Round(V a) { return Sub(Add(a, Set1(0x1.8p23f)), Set1(0x1.8p23f)); }
   /// p * 2^n for whole n in [-126, 127].
   static V TimesExp2(V p, V n) { return {p.lo * Power(n.lo), p.hi * Power(n.hi)}; }
   static float Sum(V a) {
@@ -77,8 +76,8 @@ struct SimdScalar {
   static V LoadBf16Half(const uint16_t* p) { return LoadBf16(p); }
 
   // Keys of 8 tokens and kChannels channels come in two lane orders:
-  //   blocks (full windows): lane = channel * 8 + token       pairs (packed windows): lane = token
-  //   * kChannels + channel
+  //   blocks (full windows)    lane = channel * 8 + token
+  //   pairs (packed windows)   lane = token * kChannels + channel
   /// In pairs order: p[channel] in the lanes of each channel.
   static V Channels(const float* p) { return Set1(*p); }
   /// Blocks order: sums of the channels, one per token, to dst[8].

@@ -14,12 +14,10 @@
 // between words. A field begins at bit u, which counts
 //
 //   keys     the bits of one byte of a token's words: place 4 i + j in byte j of word u / 8 from
-//   bit
-//            u % 8 on; a field takes its width
+//            bit u % 8 on; a field takes its width
 //   values   the bits of one half of the words of a lane, for 8 tokens and 8 lanes: lane l has
-//   place
-//            8 i + l, token t = 2 p + odd at v = u + width * p: word v / 16, bit v % 16 + 16 * odd;
-//            a field takes 4 times its width
+//            place 8 i + l, token t = 2 p + odd at v = u + width * p: word v / 16, bit
+//            v % 16 + 16 * odd; a field takes 4 times its width
 //
 // One kv head of a window of W tokens (W a multiple of 8), little-endian, n = words per token:
 //

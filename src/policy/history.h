@@ -47,8 +47,8 @@ struct HistoryPlan {
   uint64_t n_packed_capacity = 0;  ///< K_q before dormant entries are charged
 };
 
-/// QEvict's routing rule (policies.md 5.4.1 item 3-5). Deterministic; bit-identical for equal
-/// scores. If everything fits in full precision and nothing is packed yet, everything stays full.
+/// QEvict's routing rule (see qevict.cc). Deterministic; bit-identical for equal scores. If
+/// everything fits in full precision and nothing is packed yet, everything stays full.
 HistoryPlan PlanQEvict(const HistoryInput& input, const Config& config);
 /// Sinks + recents + as many of the newest windows as fit, all in full precision (StreamingLLM with
 /// original positions).

@@ -1,4 +1,5 @@
-// QEvict's routing rule (arXiv 2608.05326; ambiguities as decided in docs/policies.md).
+// QEvict's routing rule (arXiv 2608.05326; what it leaves open is decided in docs/policies.md,
+// `qevict`).
 //
 // In prose. The history of one layer is a list of windows. Bytes B are there for it; the share q
 // belongs to the packed tier, the rest to full precision, so at most

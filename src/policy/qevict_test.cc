@@ -54,7 +54,7 @@ uint64_t PlanBytes(const HistoryInput& in, const HistoryPlan& plan, bool with_do
   return total;
 }
 
-// ---- Capacities: policies.md 5.4.2 ----
+// ---- Capacities: 8 kv heads, D = 128, W = 8 ----
 
 HistoryCosts LlamaCosts(uint32_t bits, uint64_t meta) {
   const uint64_t heads = 8, d = 128, w = 8;
@@ -93,7 +93,7 @@ TEST(QEvictTest, CapacitiesSurviveHugeBudgets) {
   EXPECT_EQ(plan.n_packed_capacity, uint64_t{1} << 41);
 }
 
-// ---- Routing: policies.md 5.4.4 ----
+// ---- Routing: sequences of events, computed by hand ----
 
 /// The cache as the vectors see it: windows with scores, tiers and a write-once ledger.
 struct Simulation {

@@ -1,6 +1,5 @@
 // Rankers: from the attention mass that falls on a window to one "higher is better" score.
-// Source: QEvict (arXiv 2608.05326) for the cumulative score; the others as defined in
-// docs/policies.md, section 6.
+// Source: QEvict (arXiv 2608.05326) for the cumulative score; the others as defined here.
 //
 //   c_t(w) = (1/H_q) * sum over query heads h, tokens i of w of the attention probability a_t^h(i)
 //

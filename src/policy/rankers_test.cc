@@ -25,7 +25,7 @@ std::vector<size_t> Order(const std::vector<float>& scores) {
   return order;
 }
 
-/// Window masses of three steps and start values of policies.md section 6, as one head's mass.
+/// Scores after three steps from start values, the windows' masses as one head's.
 std::vector<float> ThreeSteps(const Config& config) {
   const float steps[3][3] = {{.3f, .1f, .05f}, {0, .2f, .3f}, {0, .1f, .45f}};
   std::vector<float> scores = {1.0f, .2f, .1f};
@@ -87,7 +87,7 @@ TEST(RankersTest, KeyNormVector) {
   EXPECT_EQ(UpdateScore(config, -3.0f, {&mass, 1, 1, 1, 1}, 0), -3.0f);
 }
 
-// policies.md 5.4.4: two query heads, two steps, one window of two tokens.
+// The sum of the definition by hand: two query heads, two steps, one window of two tokens.
 TEST(RankersTest, SpecificationScore) {
   const Config config;
   float score = 1.5f;
@@ -129,8 +129,8 @@ TEST(RankersTest, NoRowsLeaveScoresAlone) {
   EXPECT_EQ(KeyNormScore(Config{}, 1.0, 0, 8), 0.0f);
 }
 
-// fp32 scores keep the contributions of a decode step after a long prompt (fp16 would lose them:
-// policies.md C1).
+// fp32 scores keep the contributions of a decode step after a long prompt. fp16 would lose them:
+// above 2048 its numbers are 2 apart.
 TEST(RankersTest, SmallContributionsSurviveLargeSums) {
   const Config config;
   const float mass = 1e-3f;
