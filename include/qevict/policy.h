@@ -85,7 +85,7 @@ struct GroupView {
 };
 
 struct View {
-  std::span<const GroupView> groups;  ///< by sequence, then layer, then head
+  std::span<const GroupView> groups;  ///< in no fixed order
   uint32_t n_sequences = 0;
 };
 
@@ -128,7 +128,7 @@ struct Policy {
   Plan (*plan)(const View&, const Budget&, const Config&);
 };
 
-/// All policies, in one list (src/policy/policies.cc).
+/// All policies, in one list (src/policy/policies.h).
 std::span<const Policy* const> Policies();
 /// Null if there is none of that name.
 const Policy* FindPolicy(std::string_view name);

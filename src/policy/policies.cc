@@ -1,4 +1,4 @@
-// The list of policies, and how a configuration names one and its parameters.
+// How a configuration names a policy and its parameters.
 #include "policy/policies.h"
 
 #include <charconv>
@@ -7,9 +7,6 @@
 
 namespace qevict {
 namespace {
-
-constexpr const Policy* kPolicies[] = {&kFullPolicy, &kStreamingPolicy, &kPackPolicy,
-                                       &kQEvictPolicy, &kLadderPolicy};
 
 struct Param {
   std::string_view name;

@@ -1,10 +1,15 @@
-// The policies that src/policy defines, one file each; policies.cc lists them.
+// The list of policies; each is defined in a file of its own.
 #pragma once
 
 #include "qevict/policy.h"
 
 namespace qevict {
 
-extern const Policy kFullPolicy, kStreamingPolicy, kPackPolicy, kQEvictPolicy, kLadderPolicy;
+extern const Policy kFullPolicy, kStreamingPolicy, kPackPolicy, kQEvictPolicy, kSnapKvPolicy,
+    kAdaKvPolicy, kLadderPolicy;
+
+inline constexpr const Policy* kPolicies[] = {&kFullPolicy,   &kStreamingPolicy, &kPackPolicy,
+                                              &kQEvictPolicy, &kSnapKvPolicy,    &kAdaKvPolicy,
+                                              &kLadderPolicy};
 
 }  // namespace qevict

@@ -2,7 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
 #include <set>
+#include <sstream>
 #include <string>
 
 namespace qevict {
@@ -43,6 +47,25 @@ TEST(PoliciesTest, ParametersHaveStandardValuesAndRanges) {
   }
   config.policy = "unknown";
   EXPECT_NE(CheckPolicy(config).message().find("expected one of full"), std::string::npos);
+}
+
+// docs/policies.md has a heading for every policy, and every parameter with its standard value.
+TEST(PoliciesTest, TheDocumentationNamesThemAll) {
+  const char* folder = std::getenv("QEVICT_SOURCE_DIR");
+  if (folder == nullptr) GTEST_SKIP() << "QEVICT_SOURCE_DIR is not set; ctest sets it";
+  std::ifstream file(std::string(folder) + "/docs/policies.md");
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  ASSERT_FALSE(text.empty());
+  for (const Policy* policy : Policies()) {
+    const size_t begin = text.find("\n## `" + std::string(policy->name) + "`");
+    ASSERT_NE(begin, std::string::npos) << policy->name;
+    const std::string section = text.substr(begin, text.find("\n## ", begin + 1) - begin);
+    for (const PolicyParam& p : policy->params) {
+      std::ostringstream row;
+      row << "| `" << p.name << "` | " << p.standard << " | " << p.lowest << " to " << p.highest;
+      EXPECT_NE(section.find(row.str()), std::string::npos) << policy->name << ": " << row.str();
+    }
+  }
 }
 
 TEST(PoliciesTest, EventsComeEveryIntervalFromTheFirstOn) {
