@@ -146,6 +146,7 @@ class KvCache {
   const kernels::RopeTable* rope_table(uint32_t il) const;
 
   // --- Sequences --------------------------------------------------------------------------------
+  /// These two throw std::bad_alloc if memory is refused; nothing has changed then.
   SeqId CreateSequence(uint32_t stream);
   /// A sequence that goes on behind a token of `parent`: it shares the windows up to there (rows
   /// see them by their masks), has the parent's phase and counters, and gets no sinks of its own.
@@ -296,12 +297,13 @@ class KvCache {
   /// K-shift: adds delta[cell] to positions of every live token of all streams (index stream *
   /// cells_per_stream + cell). Windows whose tokens move differently are split. Full keys of a
   /// layer are rotated by RotateLayer. Errors, nothing changed: kInvalidArgument for a position
-  /// beyond 2^24; kUnimplemented if packed keys cannot take RoPE's magnitude once more (below).
+  /// beyond 2^24; kUnimplemented if packed keys cannot take RoPE's magnitude once more (below);
+  /// kResourceExhausted if the system refuses memory.
   Status ShiftPositions(std::span<const int32_t> delta);
   /// Rotates layer il's full-precision keys by the same deltas (call once per layer after
   /// ShiftPositions). Like llama.cpp's K-shift it multiplies all keys by RoPE's magnitude once more
-  /// (YaRN; grids of packed keys are scaled alike). kResourceExhausted if the system refuses memory
-  /// for keys that a copied stream shares; nothing has been rotated then.
+  /// (YaRN; grids of packed keys are scaled alike). kResourceExhausted if the system refuses memory;
+  /// nothing has been rotated then.
   Status RotateLayer(uint32_t il, std::span<const int32_t> delta, ParallelFor& pool);
 
   /// Rows as 16-bit words for engines that save state: n_kv_heads*head_dim(_v) words. Full rows

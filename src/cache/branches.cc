@@ -60,11 +60,12 @@ void KvCache::Impl::MoveUnits(std::span<const WindowId> ids, SeqId from, SeqId t
 
 Status KvCache::Impl::MoveWindows(std::span<const WindowId> moved, SeqId to) {
   if (moved.empty()) return {};
-  const std::vector<WindowId> ids(moved.begin(), moved.end());
-  const SeqId from = windows[ids.front()].seq;
+  const SeqId from = windows[moved.front()].seq;
   if (from == to) return {};
   Sequence &source = *sequences[from], &target = *sequences[to];
+  std::vector<WindowId> ids;
   try {
+    ids.assign(moved.begin(), moved.end());
     GrowTight(target.windows, target.windows.size() + ids.size());
     for (size_t il = 0; il < target.layers.size(); ++il) {
       LayerSeq& ls = target.layers[il];
@@ -72,6 +73,7 @@ Status KvCache::Impl::MoveWindows(std::span<const WindowId> moved, SeqId to) {
       GrowLedger(ls, ls.ledger.size() + std::min(ids.size(), source.layers[il].ledger.size()));
     }
   } catch (const std::bad_alloc&) {
+    for (LayerSeq& ls : target.layers) TrimUnits(ls);
     return OutOfMemory();
   }
   MoveUnits(ids, from, to);
@@ -99,15 +101,18 @@ Status KvCache::Impl::MoveWindows(std::span<const WindowId> moved, SeqId to) {
 }
 
 Status KvCache::Impl::MergeSequence(SeqId from, SeqId into) {
-  Sequence& source = *sequences[from];
-  if (source.evicted > 0) {
-    for (uint32_t& code : streams[source.stream].cells) {
-      if (code == (kEvictedMark | from)) code = kEvictedMark | into;
-    }
-    sequences[into]->evicted += source.evicted;
-    source.evicted = 0;
+  if (from == into) return {};
+  QEVICT_RETURN_IF_ERROR(MoveWindows(sequences[from]->windows, into));  // what may fail comes first
+  Sequence* source = Seq(from);
+  if (!source || source->evicted == 0) return {};
+  for (uint32_t& code : streams[source->stream].cells) {
+    if (code == (kEvictedMark | from)) code = kEvictedMark | into;
   }
-  return MoveWindows(std::vector<WindowId>(source.windows), into);
+  sequences[into]->evicted += source->evicted;
+  sequences[into]->had_tokens = true;
+  source->evicted = 0;
+  FinishChange();
+  return {};
 }
 
 void KvCache::Impl::SetTail(TokenRef token) {

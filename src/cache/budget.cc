@@ -115,9 +115,11 @@ Config WithLeastBudget(const Config& config, std::span<const LayerShape> layers,
     const double minimum = kHeadroom * static_cast<double>(MinimumBudgetBytes(asked, layers));
     // What is short by less than a byte or a token is rounding of the shares.
     if (config.budget_bytes > 0) {
-      const auto bytes = static_cast<uint64_t>(minimum * n_streams);
-      if (bytes > config.budget_bytes + 1) least.budget_bytes = bytes;
-      break;
+      // Recents that are a share of the budget grow with it: from then on one stream's must fit.
+      const auto bytes = static_cast<uint64_t>(minimum * (i == 0 ? n_streams : 1));
+      if (bytes <= least.budget_bytes + 1) break;
+      least.budget_bytes = bytes;
+      continue;
     }
     const double tokens = minimum / (config.budget_fraction * token_bytes);
     if (tokens < asked.budget_tokens + 1.0) break;

@@ -105,5 +105,16 @@ TEST(BudgetTest, BoundedPrefillNeverExceedsTheBudget) {
   EXPECT_LE(e.cache().Stats().peak_bytes, config.budget_bytes);
 }
 
+TEST(LeastBudgetTest, OfBytesHoldsRecentsThatAreAShareOfIt) {
+  const Result<Config> config = ParseConfig("budget=1KiB,recents=25%,window=8");
+  ASSERT_TRUE(config.ok()) << config.status().message();
+  for (const uint32_t n_streams : {1u, 2u, 8u}) {
+    const std::vector<LayerShape> shapes{Shape(2, 32, 32)};
+    const Config least = WithLeastBudget(*config, shapes, n_streams, 256);
+    EXPECT_GE(least.budget_bytes, MinimumBudgetBytes(least, shapes)) << n_streams << " streams";
+    EXPECT_LE(least.budget_bytes, 512u * 1024 * n_streams);
+  }
+}
+
 }  // namespace
 }  // namespace qevict

@@ -35,6 +35,16 @@ std::vector<LayerShape> ShapesOf(const std::vector<LayerState>& layers,
   return shapes;
 }
 
+/// The system may refuse memory anywhere: calls say so, and throw nothing.
+template <typename F>
+Status Guarded(const F& f) {
+  try {
+    return f();
+  } catch (const std::bad_alloc&) {
+    return OutOfMemory();
+  }
+}
+
 uint64_t Nanoseconds() {
   return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(
                                    std::chrono::steady_clock::now().time_since_epoch())
@@ -242,20 +252,17 @@ int32_t KvCache::tail_pos(SeqId seq) const {
 Status KvCache::Append(std::span<const TokenSpec> tokens, std::vector<TokenRef>& refs) {
   refs.clear();
   impl_->FinishRestore();
-  QEVICT_RETURN_IF_ERROR(impl_->CheckAppend(tokens));
-  for (const TokenSpec& token : tokens) refs.push_back(impl_->AppendOne(token));
-  impl_->FinishChange();
-  return {};
+  return Guarded([&] { return impl_->Append(tokens, refs); });
 }
 
 Status KvCache::WriteK(uint32_t il, std::span<const TokenRef> refs, const float* rows,
                        size_t row_stride, ParallelFor& pool) {
-  return impl_->Write(il, refs, rows, row_stride, Side::kKeys, pool);
+  return Guarded([&] { return impl_->Write(il, refs, rows, row_stride, Side::kKeys, pool); });
 }
 
 Status KvCache::WriteV(uint32_t il, std::span<const TokenRef> refs, const float* rows,
                        size_t row_stride, ParallelFor& pool) {
-  return impl_->Write(il, refs, rows, row_stride, Side::kValues, pool);
+  return Guarded([&] { return impl_->Write(il, refs, rows, row_stride, Side::kValues, pool); });
 }
 
 void KvCache::Kill(uint32_t stream, uint32_t cell) {
@@ -355,8 +362,12 @@ bool KvCache::decoded(SeqId seq) const {
 /// With Config::check: what Validate finds wrong.
 Status KvCache::Impl::CheckSound() const {
   if (!config.check) return {};
-  const std::vector<std::string> violations = Validate();
-  return violations.empty() ? Status() : Internal(violations.front());
+  try {
+    const std::vector<std::string> violations = Validate();
+    return violations.empty() ? Status() : Internal(violations.front());
+  } catch (const std::bad_alloc&) {  // nothing has been found
+    return {};
+  }
 }
 
 /// Runs an event, or one layer of it; `last`: the event ends with it.
@@ -421,7 +432,8 @@ Status KvCache::SetBudget(uint32_t tokens, double fraction) {
   const std::pair before(c.budget_tokens, c.config.budget_fraction);
   c.budget_tokens = c.config.budget_tokens = tokens;
   c.config.budget_fraction = fraction;
-  Status status = CheckBudget(c.config, ShapesOf(c.layers, c.stores), c.DomainBudget());
+  Status status = Guarded(
+      [&] { return CheckBudget(c.config, ShapesOf(c.layers, c.stores), c.DomainBudget()); });
   if (!status.ok()) {
     std::tie(c.budget_tokens, c.config.budget_fraction) = before;
     c.config.budget_tokens = c.budget_tokens;
@@ -433,14 +445,14 @@ Status KvCache::SetBudget(uint32_t tokens, double fraction) {
 void KvCache::Clear() { impl_->Clear(); }
 Status KvCache::CopyStream(uint32_t src, uint32_t dst) {
   impl_->FinishRestore();
-  return impl_->CopyStream(src, dst);
+  return Guarded([&] { return impl_->CopyStream(src, dst); });
 }
 Status KvCache::ShiftPositions(std::span<const int32_t> delta) {
   impl_->FinishRestore();
-  return impl_->ShiftPositions(delta);
+  return Guarded([&] { return impl_->ShiftPositions(delta); });
 }
 Status KvCache::RotateLayer(uint32_t il, std::span<const int32_t> delta, ParallelFor& pool) {
-  return impl_->RotateLayer(il, delta, pool);
+  return Guarded([&] { return impl_->RotateLayer(il, delta, pool); });
 }
 void KvCache::ReadRowK(uint32_t il, uint32_t stream, uint32_t cell, uint16_t* row) {
   impl_->ReadRow(il, stream, cell, Side::kKeys, row);
@@ -450,11 +462,11 @@ void KvCache::ReadRowV(uint32_t il, uint32_t stream, uint32_t cell, uint16_t* ro
 }
 Status KvCache::RestoreRowsK(uint32_t il, uint32_t stream, uint32_t cell0, uint32_t n,
                              const uint16_t* rows) {
-  return impl_->RestoreRows(il, stream, cell0, n, Side::kKeys, rows);
+  return Guarded([&] { return impl_->RestoreRows(il, stream, cell0, n, Side::kKeys, rows); });
 }
 Status KvCache::RestoreRowsV(uint32_t il, uint32_t stream, uint32_t cell0, uint32_t n,
                              const uint16_t* rows) {
-  return impl_->RestoreRows(il, stream, cell0, n, Side::kValues, rows);
+  return Guarded([&] { return impl_->RestoreRows(il, stream, cell0, n, Side::kValues, rows); });
 }
 void KvCache::FinishRestore() { impl_->FinishRestore(); }
 CacheStats KvCache::Stats() const { return impl_->Stats(); }

@@ -67,16 +67,20 @@ void KvCache::Impl::CopySequence(SeqId from, uint32_t stream) {
   const SeqId to = CreateSequence(stream);
   Sequence& src = *sequences[from];
   Sequence& dst = *sequences[to];
+  std::vector<WindowId> copies;
+  copies.reserve(src.windows.size());
   GrowTight(dst.windows, src.windows.size());
+  GrowWindows(src.windows.size());
+  if (!streams[src.stream].cells.empty()) {
+    GrowCells(stream, static_cast<uint32_t>(streams[src.stream].cells.size()) - 1);
+  }
   for (uint32_t il = 0; il < layers.size(); ++il) {
     GrowUnits(dst.layers[il], src.layers[il].units.size());
     GrowLedger(dst.layers[il], src.layers[il].ledger.size());
     dst.layers[il].routed = src.layers[il].routed;
   }
   dst.facts() = src.facts();
-  dst.live = dst.evicted = 0;  // counted as they come: a copy that stops half way is sound
-  std::vector<WindowId> copies;
-  copies.reserve(src.windows.size());
+  dst.live = dst.evicted = 0;  // counted as they come
   for (const WindowId id : src.windows) {
     const WindowId copy = NewWindow(to, 0, true, false);
     copies.push_back(copy);

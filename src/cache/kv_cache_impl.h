@@ -253,9 +253,15 @@ struct KvCache::Impl {
     return cell < cells.size() ? cells[cell] : kNone;
   }
   void SetCell(uint32_t stream, uint32_t cell, uint32_t code);
+  void GrowCells(uint32_t stream, uint32_t cell);
+  void GrowWindows(size_t n_new);
+  void GrowRopeTables(int32_t pos);
   static bool IsToken(uint32_t code) { return (code & kEvictedMark) == 0; }
   static uint32_t CellCode(TokenRef ref) { return ref.window * kMaxWindow + ref.offset; }
   Status CheckAppend(std::span<const TokenSpec> tokens);
+  size_t CountRunWindows(std::span<const TokenSpec> run, bool first) const;
+  void ReserveAppend(std::span<const TokenSpec> tokens);
+  Status Append(std::span<const TokenSpec> tokens, std::vector<TokenRef>& refs);
   TokenRef AppendOne(const TokenSpec& t);
   bool TakesBack(const TokenSpec& t, TokenRef held) const;
   void Truncate(const TokenSpec& t, TokenRef from);
@@ -376,11 +382,16 @@ struct KvCache::Impl {
   void ShareUnit(uint32_t il, const UnitRecord& from, WindowId to);
   void ShareBlock(uint32_t il, UnitSides& u, Side s);
   Status CheckShift(std::span<const int32_t> delta) const;
+  Status ReserveSplits(std::span<const int32_t> delta);
+  Status ReserveShared(size_t n_splits);
+  void MoveTokens(std::span<const int32_t> delta);
   void SplitWindow(WindowId id, uint32_t live, int32_t delta);
   bool Rotates(uint32_t il, const UnitRecord& u, const int32_t* delta) const;
-  void RotateSides(uint32_t il, const UnitSides& u, WindowId id, const int32_t* delta);
+  void RotateSides(uint32_t il, const UnitSides& u, WindowId id, const int32_t* delta,
+                   std::span<const uint8_t> codes);
   void RotateFull(uint32_t il, const UnitSides& u, WindowId id, const int32_t* delta);
-  void RotateCodes(uint32_t il, const UnitSides& u, WindowId id, const int32_t* delta);
+  std::vector<uint8_t> RotatedCodes(uint32_t il, const UnitSides& u, WindowId id,
+                                    const int32_t* delta) const;
   void ScaleKeyGrid(uint32_t il, const UnitSides& u, float factor);
   Status OwnLedger(uint32_t il, UnitRecord& u);
 

@@ -18,14 +18,15 @@ KvCache::Impl::~Impl() = default;
 
 void KvCache::Impl::BeginRestore(uint32_t il, uint32_t stream, Side side) {
   const bool first = side == Side::kKeys && (!restore || restore->stream != stream ||
-                              (il == restore->first_layer && restore->filling));
+                                             (il == restore->first_layer && restore->filling));
   if (first) {
     FinishRestore();
-    restore = std::make_unique<RestoreSession>();
-    restore->stream = stream;
-    restore->first_layer = il;
-    restore->chains.resize(layers.size());
-    restore->seq = CreateSequence(stream);
+    auto session = std::make_unique<RestoreSession>();
+    session->stream = stream;
+    session->first_layer = il;
+    session->chains.resize(layers.size());
+    session->seq = CreateSequence(stream);
+    restore = std::move(session);
     sequences[restore->seq]->prompt_phase = false;
     sequences[restore->seq]->chain = n_streams > 1;
   } else if (restore && side == Side::kValues) {
@@ -89,7 +90,7 @@ void KvCache::Impl::FinishRestore() {
     if (UnitRecord* u = FindUnit(session->seq, il, id)) RemoveUnit(il, *u);
   }
   bool dropped = false;
-  for (const WindowId id : std::vector<WindowId>(s.windows)) {
+  for (const WindowId id : s.windows) {
     WindowRecord& w = windows[id];
     if (w.n_units < layers.size()) w.flags |= WindowRecord::kSealed;
     w.n_created = static_cast<uint16_t>(layers.size());
@@ -116,15 +117,21 @@ Status KvCache::Impl::RestoreRows(uint32_t il, uint32_t stream, uint32_t cell0, 
   BeginRestore(il, stream, side);
   Status result;
   const size_t n_words = RowWords(il, side);
+  const auto restore_row = [&](uint32_t i) -> Status {
+    try {
+      return RestoreRow(il, stream, cell0 + i, side, rows + i * n_words);
+    } catch (const std::bad_alloc&) {
+      return OutOfMemory();
+    }
+  };
   for (uint32_t i = 0; i < n; ++i) {
-    Status status = RestoreRow(il, stream, cell0 + i, side, rows + i * n_words);
+    Status status = restore_row(i);
     if (status.ok()) continue;
     if (status.code() != StatusCode::kFailedPrecondition) ReleaseCell(stream, cell0 + i);
     const bool stop = status.code() == StatusCode::kResourceExhausted;
     if (result.ok() || stop) result = std::move(status);
     if (stop) break;
   }
-  for (auto& table : rope_tables) table->Grow(max_pos);
   FinishChange();
   return result;
 }
@@ -175,6 +182,7 @@ Status KvCache::Impl::RestoreToken(uint32_t cell, const RowRecord* record, uint6
     known = RecallRow(hash, place) && place.n_tokens > 0;
   }
   Sequence& s = *sequences[restore->seq];
+  GrowCells(restore->stream, cell);
   if (record && record->gone()) {
     s.had_tokens = true;
     ++s.appended;
@@ -188,7 +196,8 @@ Status KvCache::Impl::RestoreToken(uint32_t cell, const RowRecord* record, uint6
       return DataLoss(
           "saved rows name the same token twice, one window differently, or a position beyond the "
           "budget's RoPE tables");
-    const bool positional = known && (place.flags & RowRecord::kPositional) != 0;
+    const bool positional =
+        known && (place.flags & RowRecord::kPositional) != 0 && RoomForPosition(place.pos0);
     const int32_t pos = place.pos0 + place.offset;
     ref = AppendOne({restore->seq, cell, positional ? pos : 0, positional});
     return {};
@@ -211,8 +220,7 @@ bool KvCache::Impl::RoomForPosition(int32_t pos0) {
   for (const auto& table : rope_tables) bytes += table->GrowthBytes(highest);
   if (Routes() && bytes > TotalBudget() / 4) return false;
   if (bytes > 0 && LimitInForce() && HeldBytes() + bytes > Limit()) return false;
-  max_pos = highest;
-  for (auto& table : rope_tables) table->Grow(max_pos);
+  GrowRopeTables(highest);
   if (bytes > 0) UpdateLimit();
   return true;
 }
@@ -233,11 +241,17 @@ WindowId KvCache::Impl::RestoredWindow(const RowRecord& r) {
   Sequence& s = *sequences[restore->seq];
   const bool sink = (r.flags & RowRecord::kSink) != 0 &&
                     (s.windows.empty() || windows[s.windows.back()].has(WindowRecord::kSink));
-  const WindowId id = NewWindow(restore->seq, r.pos0, positional, sink);
+  const auto entry = restore->windows.emplace(key, kNone).first;
+  try {
+    entry->second = NewWindow(restore->seq, r.pos0, positional, sink);
+  } catch (const std::bad_alloc&) {
+    restore->windows.erase(entry);
+    throw;
+  }
+  const WindowId id = entry->second;
   windows[id].pos0 = r.pos0;
   windows[id].n_tokens = r.n_tokens;
   std::fill_n(CellsOf(id), config.window, 0u);
-  restore->windows.emplace(key, id);
   return id;
 }
 
@@ -280,8 +294,15 @@ Status KvCache::Impl::RestoreShare(uint32_t il, TokenRef ref, Side side, const R
     if (FindUnit(restore->seq, il, ref.window)) {
       return DataLoss("a saved row is packed, another one of its window is not");
     }
-    QEVICT_RETURN_IF_ERROR(CreatePackedUnit(il, ref.window, record.score));
     known = restore->units.emplace(key, RestoredUnit{0, 0, record.n_shares}).first;
+    Status made;
+    try {
+      made = CreatePackedUnit(il, ref.window, record.score);
+    } catch (const std::bad_alloc&) {
+      made = OutOfMemory();
+    }
+    if (!made.ok()) restore->units.erase(known);
+    QEVICT_RETURN_IF_ERROR(made);
   }
   RestoredUnit& unit = known->second;
   const UnitRecord* u = FindUnit(restore->seq, il, ref.window);

@@ -277,8 +277,8 @@ Status KvCache::Impl::RouteAll(SeqId seq, uint32_t reserve_tokens, ParallelFor& 
 /// at once: what ranks last is packed or evicted, of all sequences that share the budget.
 void KvCache::Impl::FitNow(SeqId seq) {
   if (!Seq(seq) || !LimitWanted() || HeldBytes() <= Limit()) return;
-  const std::unique_ptr<ParallelFor> serial = MakeSerial();
   try {
+    const std::unique_ptr<ParallelFor> serial = MakeSerial();
     (void)RouteAll(seq, config.EffectiveInterval(), *serial);  // if not, the next step does it
   } catch (const std::bad_alloc&) {
   }

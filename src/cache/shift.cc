@@ -8,6 +8,7 @@
 // Magnitude (YaRN): llama.cpp's K-shift is its ordinary RoPE over all cells, so that it multiplies
 // every key, moved or not, by the magnitude once more. Full rows do the same, bit by bit, and the
 // grids of packed keys are scaled alike, lest the tiers drift apart.
+#include <array>
 #include <bit>
 #include <cstring>
 
@@ -36,19 +37,63 @@ static bool ScalesAllKeys(const LayerState& layer) {
                      [](const auto& codec) { return codec == nullptr || ScalesKeys(*codec); });
 }
 
-/// Distinct moves of a window's live tokens, in order of their first token.
-static std::vector<Part> PartsOf(const WindowRecord& w, const uint32_t* cells,
-                                 std::span<const int32_t> delta) {
-  std::vector<Part> parts;
+/// Distinct moves of a window's live tokens, in order of their first token; returns their number.
+static size_t PartsOf(const WindowRecord& w, const uint32_t* cells, std::span<const int32_t> delta,
+                      std::array<Part, kMaxWindow>& parts) {
+  size_t n = 0;
   for (uint32_t t = 0; t < w.n_tokens; ++t) {
     if (((w.live >> t) & 1u) == 0) continue;
     const int32_t d = cells[t] < delta.size() ? delta[cells[t]] : 0;
-    auto part =
-        std::find_if(parts.begin(), parts.end(), [d](const Part& p) { return p.delta == d; });
-    if (part == parts.end()) part = parts.insert(part, Part{d, 0});
+    const auto end = parts.begin() + n;
+    const auto part = std::find_if(parts.begin(), end, [d](const Part& p) { return p.delta == d; });
+    if (part == end) parts[n++] = {d, 0};
     part->live |= 1u << t;
   }
-  return parts;
+  return n;
+}
+
+/// Room for the windows and units that splits of a shift add: splits cannot fail. Throws
+/// std::bad_alloc; nothing has changed then but what is reserved.
+Status KvCache::Impl::ReserveSplits(std::span<const int32_t> delta) {
+  std::array<Part, kMaxWindow> parts;
+  size_t n_all = 0;
+  int32_t highest = max_pos;
+  for (const auto& s : sequences) {
+    if (!s) continue;
+    const auto moves = delta.subspan(size_t{s->stream} * cells_per_stream, cells_per_stream);
+    size_t n_new = 0;
+    for (const WindowId id : s->windows) {
+      const size_t n = PartsOf(windows[id], CellsOf(id), moves, parts);
+      n_new += n > 0 ? n - 1 : 0;
+      for (size_t i = 0; i < n; ++i) {
+        const int32_t pos0 = windows[id].pos0 + parts[i].delta;
+        highest = std::max({highest, pos0 + static_cast<int32_t>(kMaxWindow), -pos0});
+      }
+    }
+    if (n_new == 0) continue;
+    n_all += n_new;
+    GrowTight(s->windows, s->windows.size() + n_new);
+    for (uint32_t il = 0; il < layers.size(); ++il) {
+      LayerSeq& ls = s->layers[il];
+      GrowUnits(ls, ls.units.size() + n_new);
+      if (!ls.ledger.empty()) GrowLedger(ls, ls.ledger.size() + n_new);
+    }
+  }
+  GrowRopeTables(highest);
+  GrowWindows(n_all);
+  return n_all == 0 ? Status() : ReserveShared(n_all);
+}
+
+/// Blocks whose references are used up are copied by a split.
+Status KvCache::Impl::ReserveShared(size_t n_splits) {
+  std::vector<BlockCount> counts;
+  ForBlocks([&](uint32_t il, UnitSides& u, Side side, bool) {
+    BlockPool& pool = PoolOf(il, side, u.rung(side));
+    if (pool.refs(u.block(side)) + n_splits > BlockPool::kMaxRefs)
+      CountBlock(counts, pool, std::min<size_t>(n_splits, kMaxWindow - 1));
+  });
+  for (const BlockCount& count : counts) QEVICT_RETURN_IF_ERROR(count.pool->Reserve(count.n));
+  return {};
 }
 
 /// Makes a window of its own for the tokens of `live`, right behind window `id` in the lists.
@@ -111,29 +156,38 @@ Status KvCache::Impl::CheckShift(std::span<const int32_t> delta) const {
 
 Status KvCache::Impl::ShiftPositions(std::span<const int32_t> delta) {
   QEVICT_RETURN_IF_ERROR(CheckShift(delta));
-  const auto of_stream = [&](uint32_t stream) {
-    return delta.subspan(size_t{stream} * cells_per_stream, cells_per_stream);
-  };
+  Status reserved;
+  try {
+    reserved = ReserveSplits(delta);
+  } catch (const std::bad_alloc&) {
+    reserved = OutOfMemory();
+  }
+  if (reserved.ok()) MoveTokens(delta);
   for (const auto& s : sequences) {
-    if (!s) continue;
-    if (s->tail.window != kNone) {
-      s->tail_pos += of_stream(s->stream)[CellsOf(s->tail.window)[s->tail.offset]];
-    }
-    const std::vector<WindowId> ids = s->windows;
-    for (const WindowId id : ids) {
-      const std::vector<Part> parts = PartsOf(windows[id], CellsOf(id), of_stream(s->stream));
-      for (size_t i = 1; i < parts.size(); ++i) SplitWindow(id, parts[i].live, parts[i].delta);
-      windows[id].pos0 += parts.front().delta;
-    }
+    for (size_t il = 0; s && il < layers.size(); ++il) TrimUnits(s->layers[il]);
   }
-  for (const WindowRecord& w : windows) {
-    if (!w.in_use()) continue;
-    max_pos = std::max({max_pos, w.pos0 + static_cast<int32_t>(kMaxWindow), -w.pos0});
-  }
-  for (auto& table : rope_tables) table->Grow(max_pos);
   FinishChange();
+  if (!reserved.ok()) return reserved;
   for (SeqId id = 0; id < sequences.size(); ++id) FitNow(id);
   return {};
+}
+
+/// Tokens and tails get their new positions. Requires room (ReserveSplits).
+void KvCache::Impl::MoveTokens(std::span<const int32_t> delta) {
+  std::array<Part, kMaxWindow> parts;
+  for (const auto& s : sequences) {
+    if (!s) continue;
+    const auto moves = delta.subspan(size_t{s->stream} * cells_per_stream, cells_per_stream);
+    if (s->tail.window != kNone) {
+      s->tail_pos += moves[CellsOf(s->tail.window)[s->tail.offset]];
+    }
+    for (size_t i = s->windows.size(); i-- > 0;) {  // splits stand behind
+      const WindowId id = s->windows[i];
+      const size_t n = PartsOf(windows[id], CellsOf(id), moves, parts);
+      for (size_t k = 1; k < n; ++k) SplitWindow(id, parts[k].live, parts[k].delta);
+      if (n > 0) windows[id].pos0 += parts[0].delta;
+    }
+  }
 }
 
 /// True if a unit's keys must be written anew when its tokens move by `delta`.
@@ -163,23 +217,37 @@ Status KvCache::Impl::RotateLayer(uint32_t il, std::span<const int32_t> delta, P
       units.push_back(&u);
     }
   }
-  pool.For(units.size(), [&](size_t i, unsigned) {
-    const UnitRecord& u = *units[i];
-    const Sequence& s = *sequences[windows[u.window].seq];
-    const int32_t* moves = delta.data() + size_t{s.stream} * cells_per_stream;
-    RotateSides(il, u, u.window, moves);
-    if (u.dormant()) RotateSides(il, *FindLedger(s.layers[il], u.window), u.window, moves);
+  const auto each = [&](const auto& f) {  // f(sides, window, deltas, number)
+    pool.For(units.size(), [&](size_t i, unsigned) {
+      const UnitRecord& u = *units[i];
+      const Sequence& s = *sequences[windows[u.window].seq];
+      const int32_t* moves = delta.data() + size_t{s.stream} * cells_per_stream;
+      f(u, u.window, moves, 2 * i);
+      if (u.dormant()) f(*FindLedger(s.layers[il], u.window), u.window, moves, 2 * i + 1);
+    });
+  };
+  // What needs memory first: then nothing has been rotated if the system refuses it.
+  std::vector<std::vector<uint8_t>> codes(2 * units.size());
+  each([&](const UnitSides& u, WindowId id, const int32_t* moves, size_t i) {
+    codes[i] = RotatedCodes(il, u, id, moves);
+  });
+  each([&](const UnitSides& u, WindowId id, const int32_t* moves, size_t i) {
+    RotateSides(il, u, id, moves, codes[i]);
   });
   return {};
 }
 
-/// The keys of a unit, or those of its dormant codes.
-void KvCache::Impl::RotateSides(uint32_t il, const UnitSides& u, WindowId id,
-                                const int32_t* delta) {
+/// The keys of a unit, or those of its dormant codes. codes: see RotatedCodes.
+void KvCache::Impl::RotateSides(uint32_t il, const UnitSides& u, WindowId id, const int32_t* delta,
+                                std::span<const uint8_t> codes) {
   if (!u.has(Side::kKeys)) return;
   const float magnitude = RopeMagnitude(layers[il].rope);
   if (u.rung(Side::kKeys) == kFullRung) return RotateFull(il, u, id, delta);
-  if (!layers[il].codecs[u.rung(Side::kKeys)]->before_rope()) return RotateCodes(il, u, id, delta);
+  if (!layers[il].codecs[u.rung(Side::kKeys)]->before_rope()) {
+    if (codes.empty()) return;
+    std::copy(codes.begin(), codes.end(), Block(il, u, Side::kKeys));
+    return PoolOf(il, Side::kKeys, u.rung(Side::kKeys)).Seal(u.block(Side::kKeys));
+  }
   if (magnitude != 1.0f) ScaleKeyGrid(il, u, magnitude);
 }
 
@@ -241,11 +309,12 @@ void KvCache::Impl::ScaleKeyGrid(uint32_t il, const UnitSides& u, float factor) 
   PoolOf(il, Side::kKeys, r).Seal(u.block(Side::kKeys));
 }
 
-/// Keys that were coded after RoPE are coded again at their new positions.
-void KvCache::Impl::RotateCodes(uint32_t il, const UnitSides& u, WindowId id,
-                                const int32_t* delta) {
+/// Keys that were coded after RoPE, coded again at their new positions; empty: nothing to change.
+std::vector<uint8_t> KvCache::Impl::RotatedCodes(uint32_t il, const UnitSides& u, WindowId id,
+                                                 const int32_t* delta) const {
   const ShapeStore& store = StoreOf(il);
   const Rung r = u.rung(Side::kKeys);
+  if (!u.has(Side::kKeys) || r == kFullRung || layers[il].codecs[r]->before_rope()) return {};
   const codecs::Codec& codec = *layers[il].codecs[r];
   const RopeParams& rope = layers[il].rope;
   const WindowRecord& w = windows[id];
@@ -254,11 +323,13 @@ void KvCache::Impl::RotateCodes(uint32_t il, const UnitSides& u, WindowId id,
   for (uint32_t t = 0; t < w.n_tokens; ++t) {
     moves |= ((w.live >> t) & 1u) != 0 && delta[CellsOf(id)[t]] != 0;
   }
-  if (!moves) return;
+  if (!moves) return {};
+  const uint8_t* block = Block(il, u, Side::kKeys);
+  std::vector<uint8_t> out(block, block + PoolOf(il, Side::kKeys, r).block_bytes());
   std::vector<float> k(size_t{w.n_tokens} * d), v(size_t{w.n_tokens} * store.shape.head_dim_v);
   float phases[kMaxHeadDim];
   for (uint32_t h = 0; h < store.shape.n_kv_heads; ++h) {
-    uint8_t* codes = Block(il, u, Side::kKeys) + h * store.rungs[r].bytes_of_head(Side::kKeys);
+    uint8_t* codes = out.data() + h * store.rungs[r].bytes_of_head(Side::kKeys);
     codec.DecodeSides(h, w.n_tokens, codes, nullptr, k.data(), nullptr);
     for (uint32_t t = 0; t < w.n_tokens; ++t) {
       if (((w.live >> t) & 1u) == 0) continue;
@@ -267,7 +338,7 @@ void KvCache::Impl::RotateCodes(uint32_t il, const UnitSides& u, WindowId id,
     }
     codec.EncodeSides(h, w.n_tokens, k.data(), v.data(), codes, nullptr);
   }
-  PoolOf(il, Side::kKeys, r).Seal(u.block(Side::kKeys));
+  return out;
 }
 
 }  // namespace qevict

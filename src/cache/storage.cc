@@ -275,11 +275,15 @@ Status KvCache::Impl::CreateUnits(uint32_t il, std::span<const TokenRef> refs) {
   RungStore& full = StoreOf(il).rungs[kFullRung];
   std::vector<BlockCount> blocks;
   for (const Side s : kBothSides) CountBlock(blocks, full.pool(s), fresh.size());
-  for (const WindowId w : fresh) {
-    LayerSeq& ls = sequences[windows[w].seq]->layers[il];
-    GrowUnits(ls, ls.units.size() + fresh.size());
-  }
   Status grown;
+  try {
+    for (const WindowId w : fresh) {
+      LayerSeq& ls = sequences[windows[w].seq]->layers[il];
+      GrowUnits(ls, ls.units.size() + fresh.size());
+    }
+  } catch (const std::bad_alloc&) {
+    grown = OutOfMemory();
+  }
   for (const BlockCount& count : blocks) {
     if (grown.ok()) grown = count.pool->Reserve(count.n);
   }
@@ -304,12 +308,12 @@ Status KvCache::Impl::CreateUnits(uint32_t il, std::span<const TokenRef> refs) {
 Status KvCache::Impl::Write(uint32_t il, std::span<const TokenRef> refs, const float* rows,
                             size_t row_stride, Side side, ParallelFor& pool) {
   if (il >= layers.size()) return OutOfRange("layer " + std::to_string(il) + " does not exist");
+  write_blocks.resize(refs.size());
   QEVICT_RETURN_IF_ERROR(CreateUnits(il, refs));
   const LayerShape& shape = StoreOf(il).shape;
   const uint32_t n_heads = shape.n_kv_heads, d = HeadDim(il, side);
   const Elem elem = side == Side::kKeys ? shape.elem_k : shape.elem_v;
   const size_t head_bytes = StoreOf(il).rungs[kFullRung].bytes_of_head(side);
-  write_blocks.resize(refs.size());
   for (size_t i = 0; i < refs.size(); ++i) {
     write_blocks[i] =
         i > 0 && refs[i].window == refs[i - 1].window

@@ -33,10 +33,30 @@ void KvCache::Impl::SetCell(uint32_t stream, uint32_t cell, uint32_t code) {
   std::vector<uint32_t>& cells = streams[stream].cells;
   if (cell >= cells.size()) {
     if (code == kNone) return;
-    GrowTight(cells, cell + 1);
-    cells.resize(cell + 1, kNone);
+    GrowCells(stream, cell);
   }
   cells[cell] = code;
+}
+
+/// Room for a cell in its stream's map. Throws std::bad_alloc, and nothing has changed then.
+void KvCache::Impl::GrowCells(uint32_t stream, uint32_t cell) {
+  std::vector<uint32_t>& cells = streams[stream].cells;
+  if (cell < cells.size()) return;
+  GrowTight(cells, cell + 1);
+  cells.resize(cell + 1, kNone);
+}
+
+/// Room for so many more windows. Throws as above.
+void KvCache::Impl::GrowWindows(size_t n_new) {
+  const size_t fresh = n_new > n_free_windows ? n_new - n_free_windows : 0;
+  GrowTight(windows, windows.size() + fresh);
+  GrowTight(window_cells, window_cells.size() + fresh * config.window);
+}
+
+/// RoPE tables up to a position. Throws as above, but some tables may be longer.
+void KvCache::Impl::GrowRopeTables(int32_t pos) {
+  for (auto& table : rope_tables) table->Grow(std::max(pos, max_pos));
+  max_pos = std::max(pos, max_pos);
 }
 
 /// New windows that `n` more tokens with consecutive positions make.
@@ -86,8 +106,67 @@ Status KvCache::Impl::CheckAppend(std::span<const TokenSpec> tokens) {
       highest = std::max(highest, t.pos);
     }
   }
-  max_pos = highest;
-  for (auto& table : rope_tables) table->Grow(max_pos);
+  GrowRopeTables(highest);
+  return {};
+}
+
+/// New windows that tokens [begin, end) of a step make at most: consecutive ones of one sequence.
+/// They may be the first of their sequence in the step, and go on where it stands.
+size_t KvCache::Impl::CountRunWindows(std::span<const TokenSpec> run, bool first) const {
+  const Sequence& s = *sequences[run[0].seq];
+  const auto n = static_cast<uint32_t>(run.size());
+  const bool steady = std::none_of(run.begin(), run.end(), [&](const TokenSpec& t) {
+    const uint32_t held = Cell(s.stream, t.cell);
+    if (held == kNone || !IsToken(held)) return false;
+    const TokenRef old{held / kMaxWindow, held % kMaxWindow};
+    return TakesBack(t, old) || (!s.windows.empty() && old.window == s.windows.back());
+  });
+  if (first && steady && s.windows.empty()) return CountNewWindows(s, n);
+  if (first && steady) {
+    const WindowRecord& w = windows[s.windows.back()];
+    const uint32_t kept = 32 - static_cast<uint32_t>(std::countl_zero(w.live));
+    const bool goes_on = w.has(WindowRecord::kPositional) == run[0].positional &&
+                         (!run[0].positional || w.PosOf(kept) == run[0].pos);
+    if (goes_on && s.tail.window == s.windows.back()) return CountNewWindows(s, n);
+  }
+  const size_t w_len = config.window;  // a window may end early: with the sinks, or before a gap
+  return std::min<size_t>(n, n / w_len + 3 + (config.sinks + w_len - 1) / w_len);
+}
+
+/// Room for everything that AppendOne adds for the tokens of a step.
+void KvCache::Impl::ReserveAppend(std::span<const TokenSpec> tokens) {
+  std::vector<std::pair<SeqId, size_t>> counts;  // new windows by sequence
+  size_t n_all = 0;
+  for (size_t i = 0, end = 0; i < tokens.size(); i = end) {
+    const TokenSpec& t = tokens[i];
+    for (end = i; end < tokens.size(); ++end) {
+      const TokenSpec& next = tokens[end];
+      const auto ahead = static_cast<int32_t>(end - i);
+      if (next.seq != t.seq || next.positional != t.positional) break;
+      if (t.positional && next.pos != t.pos + ahead) break;
+      GrowCells(sequences[t.seq]->stream, next.cell);
+    }
+    auto count =
+        std::find_if(counts.begin(), counts.end(), [&](const auto& c) { return c.first == t.seq; });
+    const bool first = count == counts.end();
+    if (first) count = counts.insert(count, {t.seq, 0});
+    const size_t n = CountRunWindows(tokens.subspan(i, end - i), first);
+    count->second += n;
+    n_all += n;
+  }
+  GrowWindows(n_all);
+  for (const auto& [seq, n] : counts) {
+    GrowTight(sequences[seq]->windows, sequences[seq]->windows.size() + n);
+  }
+}
+
+/// All tokens of a step. All or nothing, but for the room that has been made.
+Status KvCache::Impl::Append(std::span<const TokenSpec> tokens, std::vector<TokenRef>& refs) {
+  QEVICT_RETURN_IF_ERROR(CheckAppend(tokens));
+  refs.reserve(tokens.size());
+  ReserveAppend(tokens);
+  for (const TokenSpec& token : tokens) refs.push_back(AppendOne(token));
+  FinishChange();
   return {};
 }
 
@@ -106,15 +185,16 @@ bool KvCache::Impl::TakesBack(const TokenSpec& t, TokenRef held) const {
 /// its position or later. Tokens that this step has placed before `t` stay.
 void KvCache::Impl::Truncate(const TokenSpec& t, TokenRef from) {
   const uint32_t birth = windows[from.window].birth;
-  const std::vector<WindowId> ids = sequences[t.seq]->windows;
-  for (size_t i = ids.size(); i-- > 0;) {
-    const WindowRecord w = windows[ids[i]];  // a copy: the last kill frees the record
+  const std::vector<WindowId>& ids = sequences[t.seq]->windows;
+  for (size_t i = ids.size(); i-- > 0;) {  // only what has been passed leaves the list
+    const WindowId id = ids[i];
+    const WindowRecord w = windows[id];  // a copy: the last kill frees the record
     if (w.birth < birth) return;
     const bool positional = t.positional && w.has(WindowRecord::kPositional);
-    const uint32_t first = ids[i] == from.window ? from.offset : 0;
+    const uint32_t first = id == from.window ? from.offset : 0;
     for (uint32_t k = w.n_tokens; k-- > first;) {
       const bool replaced = !positional || w.PosOf(k) >= t.pos;
-      if (replaced && ((w.live >> k) & 1u)) KillToken({ids[i], k});
+      if (replaced && ((w.live >> k) & 1u)) KillToken({id, k});
     }
   }
 }
@@ -136,15 +216,17 @@ WindowId KvCache::Impl::OpenWindowFor(Sequence& s, const TokenSpec& t) {
   return id;
 }
 
+/// Throws std::bad_alloc, and nothing has changed then.
 WindowId KvCache::Impl::NewWindow(SeqId seq, int32_t pos, bool positional, bool sink) {
+  Sequence& s = *sequences[seq];
+  GrowWindows(1);
+  GrowTight(s.windows, s.windows.size() + 1);
   WindowId id = free_window;
   if (id != kNone) {
     free_window = windows[id].seq;
     --n_free_windows;
   } else {
     id = static_cast<WindowId>(windows.size());
-    GrowTight(windows, windows.size() + 1);
-    GrowTight(window_cells, window_cells.size() + config.window);
     windows.emplace_back();
     window_cells.resize(window_cells.size() + config.window);
   }
@@ -155,8 +237,6 @@ WindowId KvCache::Impl::NewWindow(SeqId seq, int32_t pos, bool positional, bool 
   if (positional) w.flags |= WindowRecord::kPositional;
   if (sink) w.flags |= WindowRecord::kSink;
   windows[id] = w;
-  Sequence& s = *sequences[seq];
-  GrowTight(s.windows, s.windows.size() + 1);
   s.windows.push_back(id);
   return id;
 }
@@ -212,10 +292,16 @@ void KvCache::Impl::KillToken(TokenRef ref) {
   if (w.live == 0) FreeWindow(ref.window);
 }
 
-/// Newest first: what ends a sequence leaves its lists from their ends.
+/// Newest first: what ends a sequence leaves its lists from their ends. Without memory for the
+/// order: as they come, which takes longer.
 void KvCache::Impl::ReleaseCells(uint32_t stream, std::span<const uint32_t> cells) {
   std::vector<std::pair<uint64_t, uint32_t>> order;  // (birth, offset), cell
-  order.reserve(cells.size());
+  try {
+    order.reserve(cells.size());
+  } catch (const std::bad_alloc&) {
+    for (const uint32_t cell : cells) ReleaseCell(stream, cell);
+    return;
+  }
   for (const uint32_t cell : cells) {
     const uint32_t held = Cell(stream, cell);
     if (held == kNone) continue;

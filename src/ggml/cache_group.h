@@ -24,6 +24,7 @@
 #include "ggml/sequences.h"
 #include "kernels/attention.h"
 #include "qevict/cache.h"
+#include "qevict/policy.h"
 
 namespace qevict::plugin {
 
@@ -160,7 +161,10 @@ class CacheGroup {
   uint64_t BudgetOf(const Config& config) const;
   void LogBudget(const Config& admitted) const;
   LayerBits BitsOf(const LayerBinding& layer) const;
-  bool WantsMass() const { return config_.preset == Preset::kQEvict; }
+  /// Masses are computed only for policies that read scores of attention.
+  bool WantsMass() const {
+    return config_.score != ScoreKind::kKeyNorm && PolicyOf(config_).needs != 0;
+  }
 
   Config config_;
   std::shared_ptr<const codecs::CodecStatistics> statistics_;

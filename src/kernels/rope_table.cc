@@ -81,9 +81,8 @@ void RopeTable::Grow(int32_t max_pos) {
   if (max_pos <= max_pos_) return;
   const size_t row = size_t{2} * stride_, old_blocks = row == 0 ? 0 : coarse_.size() / row;
   const size_t blocks = static_cast<size_t>(max_pos >> 6) + 1;
+  if (blocks > old_blocks) coarse_.resize(blocks * row);  // throws: nothing has changed then
   max_pos_ = max_pos;
-  if (blocks <= old_blocks) return;
-  coarse_.resize(blocks * row);
   for (size_t b = old_blocks; b < blocks; ++b) {
     FillRow(omega_, static_cast<int64_t>(b) * 64, magnitude_, stride_, coarse_.data() + b * row);
   }
