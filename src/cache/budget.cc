@@ -323,7 +323,8 @@ uint64_t KvCache::Impl::StepGrowth(std::span<const StepRows> rows) const {
     n_windows += n;
     for (const LayerSeq& ls : s.layers) bytes += GrownBytes(ls.units, n) - CapacityBytes(ls.units);
   }
-  std::vector<BlockCount> blocks;
+  std::vector<BlockCount>& blocks = growth_counts;
+  blocks.clear();
   for (const ShapeStore& store : stores) {
     for (const Side side : kBothSides) {
       CountBlock(blocks, store.rungs[kFullRung].pool(side), size_t{n_windows} * store.n_layers);

@@ -185,6 +185,9 @@ struct KvCache::Impl {
   bool routing_all = false;
   uint64_t pressure = 0;  // bytes that the event in progress must stay below its shares
 
+  // Scratch, kept between calls: no step of a cache that does not grow asks for memory.
+  std::vector<std::pair<SeqId, size_t>> append_counts;
+  mutable std::vector<BlockCount> growth_counts;
   std::vector<uint8_t*> write_blocks;   // scratch of Write
   std::vector<UnitRecord*> mass_units;  // scratch of AddMass
   std::vector<float> mass_scores, mass_others;

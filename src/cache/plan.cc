@@ -121,7 +121,7 @@ std::optional<uint64_t> KvCache::Impl::ShareAlone(uint32_t il, std::span<const S
   if (share < mandatory + history || n_units == 0) return std::nullopt;
   const uint64_t left = share - mandatory - history;
   const uint64_t fair = (share - mandatory) / n_units * plan.n_free;
-  if (left < fair - fair / 64) return std::nullopt;
+  if (left < fair - fair / 16) return std::nullopt;
   return plan.mandatory + std::min(left, fair);
 }
 

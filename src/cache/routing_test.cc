@@ -132,7 +132,7 @@ TEST(RouteTest, SequencesThatDecodeTogetherShareTheBudgetEvenly) {
     least = std::min(least, n);
     most = std::max(most, n);
   }
-  EXPECT_GE(least * 10, most * 8);
+  EXPECT_GE(least * 10, most * 7);
   EXPECT_GT(e.cache().Stats().bytes.total() * 100, e.cache().Stats().budget_bytes * 85);
 }
 

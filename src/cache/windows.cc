@@ -135,7 +135,8 @@ size_t KvCache::Impl::CountRunWindows(std::span<const TokenSpec> run, bool first
 
 /// Room for everything that AppendOne adds for the tokens of a step.
 void KvCache::Impl::ReserveAppend(std::span<const TokenSpec> tokens) {
-  std::vector<std::pair<SeqId, size_t>> counts;  // new windows by sequence
+  std::vector<std::pair<SeqId, size_t>>& counts = append_counts;  // new windows by sequence
+  counts.clear();
   size_t n_all = 0;
   for (size_t i = 0, end = 0; i < tokens.size(); i = end) {
     const TokenSpec& t = tokens[i];

@@ -267,7 +267,8 @@ void SequenceReader::DropBehind(size_t row, const Seen& seen) {
   const TokenSpec& token = step_.tokens[row];
   const uint32_t stream = step_.streams[row];
   cells_.clear();
-  for (const SeqId seq : cache_->Sequences(stream)) {
+  cache_->Sequences(stream, all_sequences_);
+  for (const SeqId seq : all_sequences_) {
     const bool last = seq == seen.seq && cache_->tail(seq).window == seen.token.window &&
                       cache_->tail(seq).offset == seen.token.offset;
     if (last && seen.token.window != kNone) continue;
@@ -335,8 +336,8 @@ void SequenceReader::NoteVisibility(SeqId seq) {
 /// By the newest rows of the sequences: what these do not see, no later one sees.
 void SequenceReader::NoteVisibility() {
   for (size_t s = 0; s < step_.masks->size(); ++s) {
-    std::vector<SeqId> all = cache_->Sequences(step_.first_stream + static_cast<uint32_t>(s));
-    for (const SeqId seq : all) NoteVisibility(seq);
+    cache_->Sequences(step_.first_stream + static_cast<uint32_t>(s), all_sequences_);
+    for (const SeqId seq : all_sequences_) NoteVisibility(seq);
   }
 }
 
@@ -358,9 +359,9 @@ bool SequenceReader::IsAncestor(SeqId seq, size_t row) {
 void SequenceReader::MergeAncestors() {
   if (one_stream_each_) return;
   for (const SeqRows& r : rows_) {
-    const std::vector<SeqId> all = cache_->Sequences(step_.streams[r.last]);
-    if (all.size() == rows_.size()) return;
-    for (const SeqId seq : all) {
+    cache_->Sequences(step_.streams[r.last], all_sequences_);
+    if (all_sequences_.size() == rows_.size()) return;
+    for (const SeqId seq : all_sequences_) {
       if (RowsOf(seq) || !cache_->IsChain(seq) || !IsAncestor(seq, r.last)) continue;
       (void)cache_->MergeSequence(seq, r.seq);
     }

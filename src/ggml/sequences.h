@@ -100,6 +100,7 @@ class SequenceReader {
   bool one_stream_each_ = false;
   std::vector<SeqRows> rows_;
   std::vector<SeqId> tails_lost_, branches_, sequences_;  // of the step; scratch
+  std::vector<SeqId> all_sequences_;  // scratch of loops that call nothing which uses it
   std::vector<WindowId> windows_;
   std::vector<uint32_t> cells_;
   std::vector<uint64_t> last_step_;  // by sequence

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # The demo's build needs no GoogleTest, and a build folder that was used without the plug-in gets it back:
-# check.sh WORK_FOLDER, with QEVICT_LLAMA_SOURCE and QEVICT_LLAMA_BUILD in the environment. Nothing is compiled.
+# check.sh WORK_FOLDER LLAMA_SOURCE LLAMA_BUILD. Nothing is compiled.
 set -euo pipefail
 . "$(dirname "$0")/../../scripts/common.sh"
-work="$1"
+work="$1" QEVICT_LLAMA_SOURCE="$2" QEVICT_LLAMA_BUILD="$3"
 rm -rf "$work"
 
 # configure NAME OPTIONS... : the demo's own way, in a folder of its own
