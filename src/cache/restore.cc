@@ -101,6 +101,7 @@ void KvCache::Impl::FinishRestore() {
   }
   if (dropped) std::erase_if(s.windows, [&](WindowId id) { return !windows[id].in_use(); });
   s.first_event |= s.evicted > 0;
+  s.decoded = s.first_event;  // only what has generated is saved with packed or evicted windows
   SortRestored(session->seq);
   FinishChange();
   if (Seq(session->seq)) FitNow(session->seq);
