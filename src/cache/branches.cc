@@ -48,10 +48,7 @@ void KvCache::Impl::MoveUnits(std::span<const WindowId> ids, SeqId from, SeqId t
     MoveRecords(ids, windows, source.units, [&](const UnitRecord& u) { AddUnit(target, u); });
     MoveRecords(ids, windows, source.ledger, [&](const LedgerEntry& e) {
       GrowLedger(target, target.ledger.size() + 1);
-      const auto at = std::lower_bound(
-          target.ledger.begin(), target.ledger.end(), windows[e.window].birth,
-          [&](const LedgerEntry& x, uint32_t b) { return windows[x.window].birth < b; });
-      target.ledger.insert(at, e);
+      target.ledger.insert(PlaceByBirth(target.ledger, windows, windows[e.window].birth), e);
     });
     TrimUnits(source);
     source.allowance = target.allowance = {};

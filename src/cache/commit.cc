@@ -107,7 +107,7 @@ void KvCache::Impl::StoreRows(uint32_t il, const UnitWrite& w, const WindowPhase
   const uint32_t n = windows[w.unit->window].n_tokens;
   const auto block = [&](Side s) -> uint8_t* {
     const size_t i = static_cast<size_t>(s);
-    if (!w.moves[i] || w.reuses[i]) return nullptr;
+    if (!w.writes(s)) return nullptr;
     const RungStore& rung = store.rungs[w.to[i]];
     return rung.pool(s).data(w.target[i]) + head * rung.bytes_of_head(s);
   };
@@ -155,7 +155,7 @@ bool KvCache::Impl::WriteAll(uint32_t il, std::vector<UnitWrite>& writes, Parall
     for (UnitWrite& w : writes) {
       for (const Side s : kBothSides) {
         const size_t i = static_cast<size_t>(s);
-        if (w.moves[i] && !w.reuses[i]) f(PoolOf(il, s, w.to[i]), w.target[i], w.to[i]);
+        if (w.writes(s)) f(PoolOf(il, s, w.to[i]), w.target[i], w.to[i]);
       }
     }
   };
@@ -182,8 +182,7 @@ static std::vector<BlockCount> CountNew(const ShapeStore& store,
   std::vector<BlockCount> n;
   for (const UnitWrite& w : writes) {
     for (const Side s : kBothSides) {
-      const size_t i = static_cast<size_t>(s);
-      if (w.moves[i] && !w.reuses[i]) CountBlock(n, store.rungs[w.to[i]].pool(s));
+      if (w.writes(s)) CountBlock(n, store.rungs[w.to[static_cast<size_t>(s)]].pool(s));
     }
   }
   return n;
@@ -195,8 +194,7 @@ Status KvCache::Impl::ReserveForCommit(uint32_t il, const SortedMoves& sorted) {
   std::vector<size_t> promoted(sequences.size());
   for (const UnitWrite& w : sorted.write) {
     const UnitRecord& u = *w.unit;
-    const bool to_full = (w.moves[0] && w.to[0] == 0) || (w.moves[1] && w.to[1] == 0);
-    if (to_full && !u.dormant()) ++promoted[windows[u.window].seq];
+    if (w.promotes() && !u.dormant()) ++promoted[windows[u.window].seq];
   }
   for (SeqId id = 0; id < sequences.size(); ++id) {
     if (promoted[id] == 0) continue;
@@ -269,13 +267,9 @@ void KvCache::Impl::SwitchAll(uint32_t il, const SortedMoves& sorted,
 void KvCache::Impl::CountMoves(const SortedMoves& sorted) {
   for (const auto& [u, on] : sorted.pin) counters.promotions += on ? 1 : 0;
   for (const UnitWrite& w : sorted.write) {
-    const bool promotes = (w.moves[0] && w.to[0] == 0) || (w.moves[1] && w.to[1] == 0);
-    bool encodes = false;
-    for (size_t i = 0; i < kSides; ++i) encodes |= w.moves[i] && !w.reuses[i] && w.to[i] != 0;
-    const bool demotes = (w.moves[0] && w.to[0] != 0) || (w.moves[1] && w.to[1] != 0);
-    counters.promotions += promotes ? 1 : 0;
-    counters.first_encodings += encodes ? 1 : 0;
-    counters.demotions += demotes ? 1 : 0;
+    counters.promotions += w.promotes() ? 1 : 0;
+    counters.first_encodings += w.encodes() ? 1 : 0;
+    counters.demotions += w.demotes() ? 1 : 0;
   }
 }
 
@@ -284,10 +278,10 @@ Status KvCache::Impl::Commit(uint32_t il, std::vector<UnitMove>& moves, Parallel
   std::vector<FreedBlock> freed;
   freed.reserve(2 * (sorted.evict.size() + 2 * sorted.write.size()));
   QEVICT_RETURN_IF_ERROR(ReserveForCommit(il, sorted));
-  const bool encodes = std::any_of(sorted.write.begin(), sorted.write.end(), [](const auto& w) {
-    return (w.moves[0] && w.to[0] != 0) || (w.moves[1] && w.to[1] != 0);
-  });
-  if (encodes) LearnCodec(il);
+  if (std::any_of(sorted.write.begin(), sorted.write.end(),
+                  [](const UnitWrite& w) { return w.demotes(); })) {
+    LearnCodec(il);
+  }
   if (!WriteAll(il, sorted.write, pool)) {
     TrimStores();
     return OutOfMemory();

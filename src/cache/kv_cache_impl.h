@@ -152,6 +152,15 @@ class WindowPhases {
 struct RestoreSession;
 struct WindowMasses;
 
+/// Where the record of a window born at `birth` stands, or belongs, in a list ordered by birth.
+template <typename Record>
+auto PlaceByBirth(std::vector<Record>& records, const std::vector<WindowRecord>& windows,
+                  uint32_t birth) {
+  return std::lower_bound(
+      records.begin(), records.end(), birth,
+      [&](const Record& r, uint32_t b) { return windows[r.window].birth < b; });
+}
+
 struct KvCache::Impl {
   Impl();
   ~Impl();

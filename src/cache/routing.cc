@@ -1,10 +1,5 @@
-// Routing: when events are due, and the plan of one layer.
-//
-// Per layer and event:
-//   share      bytes the layer may hold (budget.cc)
-//   mandatory  sinks, recents and promised tokens of every sequence of the domain
-//   history    share - mandatory, split over the sequences by their number of candidates
-// A policy answers where each window shall be (plan.cc); commit.cc moves them.
+// Routing: when events are due, and how one is carried out. budget.cc says how many bytes a layer
+// may hold, plan.cc asks the policy where each window shall be, commit.cc moves them.
 // If mandatory bytes exceed the share, protection is given up: recents of other sequences, longest
 // idle first, then more (GiveWay). An event never fails because of the budget.
 #include <cmath>

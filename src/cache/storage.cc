@@ -150,10 +150,7 @@ void KvCache::Impl::AddUnit(LayerSeq& ls, const UnitRecord& u) {
 template <typename Record>
 static Record* FindByBirth(std::vector<Record>& records, const std::vector<WindowRecord>& windows,
                            WindowId w) {
-  const uint32_t birth = windows[w].birth;
-  const auto it = std::lower_bound(
-      records.begin(), records.end(), birth,
-      [&](const Record& r, uint32_t b) { return windows[r.window].birth < b; });
+  const auto it = PlaceByBirth(records, windows, windows[w].birth);
   return it != records.end() && it->window == w ? &*it : nullptr;
 }
 
@@ -176,10 +173,7 @@ void KvCache::Impl::AddLedger(uint32_t il, UnitRecord& u, Side s, Rung r, BlockI
     LedgerEntry fresh;
     fresh.window = u.window;
     GrowLedger(ls, ls.ledger.size() + 1);
-    const uint32_t birth = windows[u.window].birth;
-    const auto at = std::lower_bound(
-        ls.ledger.begin(), ls.ledger.end(), birth,
-        [&](const LedgerEntry& e, uint32_t b) { return windows[e.window].birth < b; });
+    const auto at = PlaceByBirth(ls.ledger, windows, windows[u.window].birth);
     entry = &*ls.ledger.insert(at, fresh);
     u.set_dormant(true);
   }

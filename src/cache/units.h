@@ -116,6 +116,26 @@ struct UnitWrite {
   std::array<bool, kSides> moves;   // the side changes its rung
   std::array<bool, kSides> reuses;  // to codes that the ledger has
   std::array<BlockId, kSides> target{UnitSides::kNoBlock, UnitSides::kNoBlock};  // to be written
+
+  /// The side gets a new block.
+  bool writes(Side s) const {
+    const size_t i = static_cast<size_t>(s);
+    return moves[i] && !reuses[i];
+  }
+  /// The side moves to full precision.
+  bool promotes(Side s) const {
+    const size_t i = static_cast<size_t>(s);
+    return moves[i] && to[i] == kFullRung;
+  }
+  /// The side moves to codes, new or from the ledger.
+  bool demotes(Side s) const {
+    const size_t i = static_cast<size_t>(s);
+    return moves[i] && to[i] != kFullRung;
+  }
+  bool encodes(Side s) const { return demotes(s) && writes(s); }
+  bool promotes() const { return promotes(Side::kKeys) || promotes(Side::kValues); }
+  bool demotes() const { return demotes(Side::kKeys) || demotes(Side::kValues); }
+  bool encodes() const { return encodes(Side::kKeys) || encodes(Side::kValues); }
 };
 
 /// Moves of a commit by kind.
