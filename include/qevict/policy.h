@@ -57,22 +57,23 @@ constexpr StatSet Bit(Stat s) { return 1u << static_cast<unsigned>(s); }
 /// One group: the windows of one sequence in one layer (or one kv head of it), oldest first.
 /// Windows that are gone in this group are not listed.
 struct GroupView {
-  uint32_t sequence = 0;       ///< index of the sequence within the domain, oldest first
-  uint32_t layer = 0;          ///< layer of the model
-  uint32_t head = 0;           ///< first kv head
-  uint32_t n_heads = 1;        ///< kv heads of the group
+  uint32_t sequence = 0;  ///< index of the sequence within the domain, oldest first
+  uint32_t layer = 0;     ///< layer of the model
+  uint32_t head = 0;      ///< first kv head
+  uint32_t n_heads = 1;   ///< kv heads of the group
   const Ladder* ladder = nullptr;
   uint64_t token_bytes = 0;    ///< f16 bytes of one token: the group's weight when bytes are shared
   uint64_t reserve_bytes = 0;  ///< of windows that may arrive before the next event
   uint64_t n_rows_scored = 0;  ///< query rows that Stat::kScore of the oldest window comes from
-  std::span<const uint64_t> identity;   ///< rises with every window created, never used again
-  std::span<const int32_t> position;    ///< of token 0
+  std::span<const uint64_t> identity;  ///< rises with every window created, never used again
+  std::span<const int32_t> position;   ///< of token 0
   std::span<const uint8_t> n_tokens;
-  std::span<const uint32_t> age;        ///< tokens of the sequence behind the window
+  std::span<const uint32_t> age;         ///< tokens of the sequence behind the window
   std::span<const Rung> rung_k, rung_v;  ///< where the window is now
   /// Bit r: codes of rung r exist, attended or dormant (moving there writes nothing). Bit 0 unused.
   std::span<const uint8_t> codes_k, codes_v;
-  std::span<const uint64_t> bytes;  ///< what the unit costs now; dormant codes included if they count
+  std::span<const uint64_t>
+      bytes;  ///< what the unit costs now; dormant codes included if they count
   std::span<const uint8_t> is_protected;  ///< sinks, recents, windows a row may still be added to
   std::span<const uint8_t> visible;       ///< 0: no row can see it any more (ranks last, always)
   /// [window]; empty if nobody asked for it.

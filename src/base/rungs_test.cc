@@ -23,9 +23,8 @@ TEST(RungsTest, BitsAreThoseOfTheCodecUnlessOneIsNamed) {
 }
 
 TEST(RungsTest, WhatIsNoListIsRefused) {
-  for (const char* text :
-       {"rungs=x", "rungs=2/", "rungs=2//4", "rungs=kivi:", "rungs=none:2", "rungs=2.1",
-        "rungs=0.5", "rungs=9", "rungs=2/2/2/2/2/2/2/2"}) {
+  for (const char* text : {"rungs=x", "rungs=2/", "rungs=2//4", "rungs=kivi:", "rungs=none:2",
+                           "rungs=2.1", "rungs=0.5", "rungs=9", "rungs=2/2/2/2/2/2/2/2"}) {
     const Result<Config> config = ParseConfig(text);
     ASSERT_FALSE(config.ok()) << text;
     EXPECT_NE(config.status().message().find("rungs="), std::string::npos)

@@ -90,8 +90,7 @@ uint64_t MinimumBudgetBytes(const Config& config, std::span<const LayerShape> la
     bytes += n_full * (full + records) + l.n_kv_heads * packed + records;
     bytes += kUnitSlack + sizeof(LayerSeq);
     for (const Side s : kBothSides) {
-      sizes.insert(uint64_t{l.n_kv_heads} * w * 2 *
-                   (s == Side::kKeys ? l.head_dim : l.head_dim_v));
+      sizes.insert(uint64_t{l.n_kv_heads} * w * 2 * (s == Side::kKeys ? l.head_dim : l.head_dim_v));
     }
     for (const Config& rung : rungs) {
       const codecs::BlockBytes block = codecs::CodecBytes(rung, RowsOf(l));

@@ -213,9 +213,8 @@ void KvCache::Impl::SwitchSide(uint32_t il, const UnitWrite& w, Side s,
   const Rung from = u.rung(s), to = w.to[i];
   const BlockId old = u.block(s);
   BlockId target = w.target[i];
-  LedgerEntry* entry = u.dormant() ? FindLedger(sequences[windows[u.window].seq]->layers[il],
-                                                u.window)
-                                   : nullptr;
+  LedgerEntry* entry =
+      u.dormant() ? FindLedger(sequences[windows[u.window].seq]->layers[il], u.window) : nullptr;
   if (to != kFullRung && entry && entry->has(s)) {  // codes are attended again, or are outdated
     StoreOf(il).dormant_bytes -= PoolOf(il, s, entry->rung(s)).block_bytes();
     if (w.reuses[i]) {

@@ -31,8 +31,8 @@
 #include "base/rope.h"
 #include "cache/convert.h"
 #include "cache/row_format.h"
-#include "cache/units.h"
 #include "cache/sequence_facts.h"
+#include "cache/units.h"
 #include "codecs/codec.h"
 #include "codecs/water_fill.h"
 #include "kernels/attention.h"
@@ -93,7 +93,7 @@ struct LayerState {
 struct LayerSeq {
   std::vector<UnitRecord> units;
   std::vector<LedgerEntry> ledger;  // of units that are dormant(), in their order
-  bool routed = false;  // since the sequence began
+  bool routed = false;              // since the sequence began
   /// What the last plan gave it; tokens appended since were part of the mandatory bytes.
   struct Allowance {
     uint64_t mandatory = 0, history = 0;
@@ -156,9 +156,8 @@ struct WindowMasses;
 template <typename Record>
 auto PlaceByBirth(std::vector<Record>& records, const std::vector<WindowRecord>& windows,
                   uint32_t birth) {
-  return std::lower_bound(
-      records.begin(), records.end(), birth,
-      [&](const Record& r, uint32_t b) { return windows[r.window].birth < b; });
+  return std::lower_bound(records.begin(), records.end(), birth,
+                          [&](const Record& r, uint32_t b) { return windows[r.window].birth < b; });
 }
 
 struct KvCache::Impl {

@@ -291,8 +291,7 @@ Status KvCache::Impl::RouteForRows(std::span<const StepRows> rows, ParallelFor& 
       continue;
     }
     const Sequence& s = *sequences[rows[i].seq];
-    QEVICT_RETURN_IF_ERROR(
-        RouteLayers(rows[i].seq, Chunked(s) ? rows[i].n : s.reserved, pool));
+    QEVICT_RETURN_IF_ERROR(RouteLayers(rows[i].seq, Chunked(s) ? rows[i].n : s.reserved, pool));
     ++counters.events;
   }
   return {};

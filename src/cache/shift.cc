@@ -258,8 +258,7 @@ Status KvCache::Impl::OwnLedger(uint32_t il, UnitRecord& u) {
   return entry->has(Side::kKeys) ? OwnBlocks(il, *entry, Side::kKeys) : Status();
 }
 
-void KvCache::Impl::RotateFull(uint32_t il, const UnitSides& u, WindowId id,
-                               const int32_t* delta) {
+void KvCache::Impl::RotateFull(uint32_t il, const UnitSides& u, WindowId id, const int32_t* delta) {
   const ShapeStore& store = StoreOf(il);
   const RopeParams& rope = layers[il].rope;
   const WindowRecord& w = windows[id];
@@ -293,8 +292,8 @@ void KvCache::Impl::ScaleKeyGrid(uint32_t il, const UnitSides& u, float factor) 
   const ShapeStore& store = StoreOf(il);
   const Rung r = u.rung(Side::kKeys);
   const RopeParams& rope = layers[il].rope;
-  const codecs::KiviAxisLayout at = static_cast<const codecs::KiviAxisCodec&>(
-      *layers[il].codecs[r]).layout();
+  const codecs::KiviAxisLayout at =
+      static_cast<const codecs::KiviAxisCodec&>(*layers[il].codecs[r]).layout();
   for (uint32_t h = 0; h < store.shape.n_kv_heads; ++h) {
     uint8_t* block = Block(il, u, Side::kKeys) + h * store.rungs[r].bytes_of_head(Side::kKeys);
     for (const size_t grid : {at.k_scale, at.k_zero}) {

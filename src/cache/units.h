@@ -93,9 +93,7 @@ struct ShapeStore {
   uint64_t dormant_bytes = 0;  // of blocks that ledgers name
 
   /// What a block costs, its record included.
-  uint64_t BlockCost(Side s, Rung r) const {
-    return rungs[r].pool(s).block_bytes() + kBlockBytes;
-  }
+  uint64_t BlockCost(Side s, Rung r) const { return rungs[r].pool(s).block_bytes() + kBlockBytes; }
   uint64_t UnitCost(Rung k, Rung v) const {
     return kUnitBytes + BlockCost(Side::kKeys, k) + BlockCost(Side::kValues, v);
   }

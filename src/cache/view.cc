@@ -13,10 +13,9 @@ const Ladder& DomainView::LadderOf(uint32_t il) {
   const std::vector<Config> rungs = codecs::RungConfigs(cache_.config);
   for (Rung r = 0; r < store.rungs.size(); ++r) {
     for (const Side s : kBothSides) {
-      const float lost =
-          r == kFullRung
-              ? 0.0f
-              : static_cast<float>(codecs::ExpectedDistortion(rungs[r - 1], RowsOf(store.shape), s));
+      const float lost = r == kFullRung ? 0.0f
+                                        : static_cast<float>(codecs::ExpectedDistortion(
+                                              rungs[r - 1], RowsOf(store.shape), s));
       ladder->cost[static_cast<size_t>(s)][r] = {static_cast<uint32_t>(store.BlockCost(s, r)),
                                                  lost};
     }

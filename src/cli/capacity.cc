@@ -7,8 +7,8 @@
 #include "codecs/codec.h"
 #include "kernels/attention.h"  // before qevict/cache.h: GCC warns of enumerators named as its globals
 #include "kernels/rope_table.h"
-#include "qevict/cache.h"
 #include "policy/history.h"
+#include "qevict/cache.h"
 
 namespace qevict::cli {
 namespace {
@@ -176,7 +176,8 @@ class CachePlanner {
            Grown(4 * n_cells) + n_shapes * kPoolSlackBytes + rope;
   }
 
-  LayerPlan Count(const CacheLayer& l, const HistoryPlan& plan, uint64_t full, uint64_t packed) const {
+  LayerPlan Count(const CacheLayer& l, const HistoryPlan& plan, uint64_t full,
+                  uint64_t packed) const {
     uint64_t n_full = 0, n_packed = 0;
     for (const HistoryPlacement& p : plan.placements) {
       n_full += p.tier == Tier::kFull;

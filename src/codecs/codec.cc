@@ -198,8 +198,8 @@ size_t LearnedBytes(const Config& config, const RowShape& shape) {
 }
 
 double ExpectedDistortion(const Config& rung, const RowShape& shape, Side side) {
-  constexpr double kLost[] = {1.0, 0.3634, 0.1175, 0.03454, 0.009497, 0.002499, 0.00064, 0.000162,
-                              0.000041};  // 0 to 8 bits
+  constexpr double kLost[] = {1.0,      0.3634,  0.1175,   0.03454, 0.009497,
+                              0.002499, 0.00064, 0.000162, 0.000041};  // 0 to 8 bits
   const LayerBits bits = LayerBitsOf(rung, shape);
   const double b = shape.bits.k == 0 ? rung.bits + rung.quarter_bits / 4.0
                                      : (side == Side::kKeys ? bits.k : bits.v) / 4.0;

@@ -358,7 +358,8 @@ void GridCodec::EncodeSides(uint32_t kv_head, uint32_t n, const float* k, const 
   std::vector<uint32_t> exact;
   if (head.pick_tokens && n != 0)
     exact = head.pick_tokens(head.k.grid, keys.data(), n, shape_.head_dim);
-  if (k_block != nullptr) Part(head.k, window_, shape_.head_dim, true).Encode(keys, n, exact, k_block);
+  if (k_block != nullptr)
+    Part(head.k, window_, shape_.head_dim, true).Encode(keys, n, exact, k_block);
   if (v_block != nullptr)
     Part(head.v, window_, shape_.head_dim_v, false).Encode(values, n, exact, v_block);
 }
@@ -367,8 +368,7 @@ void GridCodec::DecodeSides(uint32_t kv_head, uint32_t n, const uint8_t* k_block
                             const uint8_t* v_block, float* k, float* v) const {
   const GridHead& head = heads_[kv_head];
   if (k != nullptr) Part(head.k, window_, shape_.head_dim, true).Decode(k_block, n, k);
-  if (v != nullptr)
-    Part(head.v, window_, shape_.head_dim_v, false).Decode(v_block, n, v);
+  if (v != nullptr) Part(head.v, window_, shape_.head_dim_v, false).Decode(v_block, n, v);
 }
 
 }  // namespace qevict::codecs

@@ -135,8 +135,8 @@ BlockBytes TokenCodec::Bytes(uint32_t bits, uint32_t window, const RowShape& sha
   return {bytes(shape.head_dim, kKeyUnit), bytes(shape.head_dim_v, kValueUnit)};
 }
 
-void TokenCodec::EncodeSides(uint32_t, uint32_t n, const float* k, const float* v,
-                             uint8_t* k_block, uint8_t* v_block) const {
+void TokenCodec::EncodeSides(uint32_t, uint32_t n, const float* k, const float* v, uint8_t* k_block,
+                             uint8_t* v_block) const {
   const float max_code = static_cast<float>((1u << bits_) - 1);
   const auto encode = [&](const VectorCode& code, bool is_k, const float* x, uint32_t dim,
                           uint8_t* words) {
@@ -160,8 +160,8 @@ void TokenCodec::EncodeSides(uint32_t, uint32_t n, const float* k, const float* 
   encode(v_.code, false, v, shape_.head_dim_v, v_block);
 }
 
-void TokenCodec::DecodeSides(uint32_t, uint32_t n, const uint8_t* k_block,
-                             const uint8_t* v_block, float* k, float* v) const {
+void TokenCodec::DecodeSides(uint32_t, uint32_t n, const uint8_t* k_block, const uint8_t* v_block,
+                             float* k, float* v) const {
   const auto decode = [&](const VectorCode& code, bool is_k, float* x, uint32_t dim,
                           const uint8_t* words) {
     if (x == nullptr) return;

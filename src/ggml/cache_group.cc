@@ -381,8 +381,7 @@ Status CacheGroup::ShiftKeys(const ggml_tensor* op, OmpPool& pool) {
   shifted_.push_back(Root(op));
   const LayerBinding& layer = layers_[static_cast<size_t>(il)];
   for (uint32_t part = 0; part < layer.n_parts; ++part)
-    QEVICT_RETURN_IF_ERROR(
-        cache_->RotateLayer(layer.first_cache_layer + part, shift_, pool));
+    QEVICT_RETURN_IF_ERROR(cache_->RotateLayer(layer.first_cache_layer + part, shift_, pool));
   return {};
 }
 

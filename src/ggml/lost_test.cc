@@ -79,8 +79,8 @@ TEST(LostTest, ARestoreThatTheSystemRefusedFailsTheNextStep) {
 
 // A state that does not fit beside what is held, or at all, is held to the budget.
 TEST(LostTest, ARestoreBeyondTheBudgetIsHeldToIt) {
-  Twin full(Spec()), twin(Spec(), "preset=qevict,codec=wf,prefill=bounded,check=1," +
-                                      Budget(300, 0.6));
+  Twin full(Spec()),
+      twin(Spec(), "preset=qevict,codec=wf,prefill=bounded,check=1," + Budget(300, 0.6));
   full.Step(TokensOf(0, 0, 300));
   Restore(twin.ours, 0, 0, Save(full.ours, 0, 0, 300));
   twin.cells.Place(TokensOf(0, 0, 300));

@@ -349,8 +349,8 @@ template <class S>
 PackedKeys LoadSubBlock(const HeadArgs& h, const WindowRef& w, uint32_t s, bool rotate, float* coef,
                         const Ahead& ahead) {
   const PackedBlock b = LocateKeys(h, w);
-  const uint32_t bits = PackedBits(KeyRung(h, w)), d = h.head_dim,
-                 d_pad = PadLanes(d) + 2 * kPad, bit = 8 * s * bits;
+  const uint32_t bits = PackedBits(KeyRung(h, w)), d = h.head_dim, d_pad = PadLanes(d) + 2 * kPad,
+                 bit = 8 * s * bits;
   float *scale = coef, *zero = coef + d_pad, *rotation = coef + 2 * d_pad;
   if (s == 0) {
     WidenF16<S>(b.scale, d, scale);
@@ -360,15 +360,15 @@ PackedKeys LoadSubBlock(const HeadArgs& h, const WindowRef& w, uint32_t s, bool 
     const int32_t pos = w.pos0 + static_cast<int32_t>(8 * s * w.pos_stride);
     RotationCoefficients<S>(h.rope, pos, scale + h.rope.offset, zero + h.rope.offset, rotation);
   }
-  return {b.codes + bit / 32 * 4,
-          b.row,
-          bit % 32,
-          scale,
-          zero,
-          rotation,
-          w.pos_stride != 0 ? h.rope.step : h.rope.step_zero,
-          {ahead.data + s * ahead.step * (h.rope.n_pairs / S::kChannels), ahead.second,
-           ahead.step}};
+  return {
+      b.codes + bit / 32 * 4,
+      b.row,
+      bit % 32,
+      scale,
+      zero,
+      rotation,
+      w.pos_stride != 0 ? h.rope.step : h.rope.step_zero,
+      {ahead.data + s * ahead.step * (h.rope.n_pairs / S::kChannels), ahead.second, ahead.step}};
 }
 
 /// Packed window of any shape to f32: channel c, token t at dst[t / 8 * block_stride + c * stride +

@@ -87,9 +87,8 @@ class TokenPart {
       S::Store(scale + i, S::IfBits(bits, S::Load(scale + i), S::Zero()));
       S::Store(zero + i, S::IfBits(bits, S::Load(zero + i), S::Zero()));
     }
-    ForBlocks(0, a_->n_vec, [&](uint32_t m, auto block) {
-      AddBlock<decltype(block)::value>(m, scale, zero);
-    });
+    ForBlocks(0, a_->n_vec,
+              [&](uint32_t m, auto block) { AddBlock<decltype(block)::value>(m, scale, zero); });
   }
 
   void Rescale(uint32_t m, float factor) {
@@ -171,7 +170,8 @@ class TokenParts {
   }
 
   void Clear() {
-    ForRungs(has_keys_ | has_values_, [&](uint32_t r) { parts_[r].keys.n = parts_[r].values.n = 0; });
+    ForRungs(has_keys_ | has_values_,
+             [&](uint32_t r) { parts_[r].keys.n = parts_[r].values.n = 0; });
   }
   TokenPart<S>& part(uint32_t rung) { return parts_[rung]; }
 

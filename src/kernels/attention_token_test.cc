@@ -211,7 +211,8 @@ ProblemParams LadderParams() {
   p.formats = Formats::kMixed;
   p.token_k = {{4, 4}, {3, 8}, {2, 4}};
   p.token_v = {{4, 2}, {3, 4}, {2, 2}};
-  p.more_tokens = {{{{8, 1}, {2, 10}, {1, 5}}, {{8, 1}, {2, 5}, {1, 2}}}, {{{2, 8}, {1, 8}}, {{1, 8}}}};
+  p.more_tokens = {{{{8, 1}, {2, 10}, {1, 5}}, {{8, 1}, {2, 5}, {1, 2}}},
+                   {{{2, 8}, {1, 8}}, {{1, 8}}}};
   p.token_zero = false;
   p.token_byte_scale = true;
   return p;

@@ -22,10 +22,13 @@ HistoryPlan PlanHistory(const HistoryInput& input, const Config& config) {
   return plan;
 }
 
-const Policy kFullPolicy{"full", "", "keeps everything in full precision", 0, {},
-                         [](const Phase&, const Config&) { return false; },
-                         [](const View& view, const Budget&, const Config&) {
-                           return parts::KeepAll(view);
-                         }};
+const Policy kFullPolicy{
+    "full",
+    "",
+    "keeps everything in full precision",
+    0,
+    {},
+    [](const Phase&, const Config&) { return false; },
+    [](const View& view, const Budget&, const Config&) { return parts::KeepAll(view); }};
 
 }  // namespace qevict

@@ -27,7 +27,8 @@ namespace qevict {
 namespace {
 
 constexpr PolicyParam kParams[] = {
-    {"floor", "weight of a window that nobody has looked at, in means of its group", 1.0, 0.0, 100.0},
+    {"floor", "weight of a window that nobody has looked at, in means of its group", 1.0, 0.0,
+     100.0},
     {"hold", "share of error by which the present rung is favoured", 0.1, 0.0, 0.9}};
 
 /// A step of a unit from one rung to a better one.
@@ -41,7 +42,8 @@ struct Step {
 /// Expected error on a rung, both sides alike.
 double ErrorOn(const Ladder& ladder, Rung r) {
   return (static_cast<double>(ladder.cost[0][r].distortion) +
-          static_cast<double>(ladder.cost[1][r].distortion)) / 2.0;
+          static_cast<double>(ladder.cost[1][r].distortion)) /
+         2.0;
 }
 
 /// Steps of one unit along the lower hull from gone upwards.
@@ -130,8 +132,12 @@ Plan PlanLadder(const View& view, const Budget& budget, const Config& config) {
 
 }  // namespace
 
-const Policy kLadderPolicy{"ladder", "marginal gain of error per byte; see src/policy/ladder.cc",
+const Policy kLadderPolicy{"ladder",
+                           "marginal gain of error per byte; see src/policy/ladder.cc",
                            "spends bytes over all layers and windows where they save most error",
-                           Bit(Stat::kScore), kParams, DueEveryInterval, PlanLadder};
+                           Bit(Stat::kScore),
+                           kParams,
+                           DueEveryInterval,
+                           PlanLadder};
 
 }  // namespace qevict

@@ -22,8 +22,7 @@ TEST(LadderTest, EnoughBytesKeepEverythingInFullPrecision) {
   TestView view = Rungs();
   view.Add({1, 2, 3});
   const Plan plan = PlanFor(view, 3 * 2048);
-  for (const Placement& p : plan.placements[0])
-    EXPECT_EQ(p, (Placement{kFullRung, kFullRung}));
+  for (const Placement& p : plan.placements[0]) EXPECT_EQ(p, (Placement{kFullRung, kFullRung}));
 }
 
 TEST(LadderTest, PrecisionFallsWithTheScoreAndEvictionComesLast) {

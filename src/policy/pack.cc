@@ -18,12 +18,16 @@ HistoryPlan PlanPack(const HistoryInput& input, const Config&) {
   return plan;
 }
 
-const Policy kPackPolicy{
-    "pack", "arXiv 2402.02750 (KIVI), section 3", "packs all history, evicts the oldest if it must",
-    0, {}, DueEveryInterval,
-    [](const View& view, const Budget& budget, const Config& config) {
-      return parts::PlanHistories(
-          view, budget, [&](const HistoryInput& input) { return PlanPack(input, config); });
-    }};
+const Policy kPackPolicy{"pack",
+                         "arXiv 2402.02750 (KIVI), section 3",
+                         "packs all history, evicts the oldest if it must",
+                         0,
+                         {},
+                         DueEveryInterval,
+                         [](const View& view, const Budget& budget, const Config& config) {
+                           return parts::PlanHistories(
+                               view, budget,
+                               [&](const HistoryInput& input) { return PlanPack(input, config); });
+                         }};
 
 }  // namespace qevict

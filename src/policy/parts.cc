@@ -64,8 +64,8 @@ std::vector<uint64_t> HistoryShares(const View& view, const Budget& budget) {
   std::vector<uint64_t> shares;
   for (const GroupView& g : view.groups) {
     const LayerBytes& l = Find(layers, g);
-    const auto n = static_cast<uint64_t>(
-        std::count(g.is_protected.begin(), g.is_protected.end(), uint8_t{0}));
+    const auto n =
+        static_cast<uint64_t>(std::count(g.is_protected.begin(), g.is_protected.end(), uint8_t{0}));
     shares.push_back(l.n_free == 0 ? 0 : Share(l.history, n, l.n_free));
   }
   return shares;

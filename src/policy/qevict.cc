@@ -191,9 +191,13 @@ HistoryPlan PlanQEvict(const HistoryInput& input, const Config& config) {
 }
 
 const Policy kQEvictPolicy{
-    "qevict", "arXiv 2608.05326 (QEvict)",
-    "ranks history by attention: full precision, packed, evicted; both ways", Bit(Stat::kScore), {},
-    DueEveryInterval, [](const View& view, const Budget& budget, const Config& config) {
+    "qevict",
+    "arXiv 2608.05326 (QEvict)",
+    "ranks history by attention: full precision, packed, evicted; both ways",
+    Bit(Stat::kScore),
+    {},
+    DueEveryInterval,
+    [](const View& view, const Budget& budget, const Config& config) {
       return parts::PlanHistories(
           view, budget, [&](const HistoryInput& input) { return PlanQEvict(input, config); });
     }};

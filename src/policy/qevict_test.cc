@@ -385,7 +385,8 @@ TEST(QEvictTest, MatchesTheNaiveRule) {
 
 TEST(QEvictTest, PlansNeverExceedTheBytes) {
   std::mt19937 rng(6);
-  const HistoryCosts costs[] = {{32768, 8464}, {300, 100}, {256, 292}, {1, 1}, {7, 1000}, {1000, 7}};
+  const HistoryCosts costs[] = {{32768, 8464}, {300, 100}, {256, 292},
+                                {1, 1},        {7, 1000},  {1000, 7}};
   for (int round = 0; round < 20000; ++round) {
     const std::vector<Candidate> c = RandomCandidates(rng, rng() % 40);
     const HistoryCosts& cost = costs[rng() % std::size(costs)];

@@ -27,8 +27,12 @@ HistoryPlan PlanStreaming(const HistoryInput& input, const Config&) {
 }
 
 const Policy kStreamingPolicy{
-    "streaming", "arXiv 2309.17453 (StreamingLLM), section 3",
-    "keeps the first and the newest tokens in full precision", 0, {}, DueEveryInterval,
+    "streaming",
+    "arXiv 2309.17453 (StreamingLLM), section 3",
+    "keeps the first and the newest tokens in full precision",
+    0,
+    {},
+    DueEveryInterval,
     [](const View& view, const Budget& budget, const Config& config) {
       return parts::PlanHistories(
           view, budget, [&](const HistoryInput& input) { return PlanStreaming(input, config); });

@@ -30,8 +30,7 @@ class BlockPool {
   static constexpr BlockId kNoBlock = 0xFFFFFFFFu;
   static constexpr uint32_t kMaxRefs = 0xFFFFu;
   /// Bytes of tables that one block costs, growth steps aside.
-  static constexpr uint64_t kRecordBytes =
-      sizeof(uint32_t) + sizeof(BlockId) + sizeof(uint16_t);
+  static constexpr uint64_t kRecordBytes = sizeof(uint32_t) + sizeof(BlockId) + sizeof(uint16_t);
 
   /// Address space for max_blocks blocks; commits nothing. checked: keeps checksums, see Seal.
   /// Errors: kResourceExhausted if the address space is refused.
