@@ -79,6 +79,8 @@ struct StepRows {
   SeqId seq;
   uint32_t n;
   StepKind kind = StepKind::kAuto;
+  /// Rows that do not stand right behind the sequence's token before them: each may begin a window.
+  uint32_t n_breaks = 0;
 };
 
 /// Where a token lives. window == kNone: evicted in all layers, or never written.

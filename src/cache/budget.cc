@@ -313,7 +313,7 @@ uint64_t KvCache::Impl::StepGrowth(std::span<const StepRows> rows) const {
   uint32_t n_windows = 0, n_tokens = 0;
   for (const StepRows& r : rows) {
     const Sequence& s = *sequences[r.seq];
-    const uint32_t n = CountNewWindows(s, r.n);
+    const uint32_t n = std::min(r.n, CountNewWindows(s, r.n) + r.n_breaks);
     n_tokens += r.n;
     if (Chunked(s)) {
       chunk_windows += n;

@@ -130,6 +130,13 @@ struct SeqPlan {
   uint64_t history = 0;                 // bytes for them, if the policy shares evenly
 };
 
+/// What a step appends to one sequence.
+struct AppendCount {
+  SeqId seq;
+  size_t n_windows;  // new ones
+  uint64_t n_tokens;
+};
+
 /// The plans of some layers, and the bytes of all of them.
 struct LayerPlans {
   std::vector<std::vector<SeqPlan>> plans;  // [layer][sequence]
@@ -194,7 +201,7 @@ struct KvCache::Impl {
   uint64_t pressure = 0;  // bytes that the event in progress must stay below its shares
 
   // Scratch, kept between calls: no step of a cache that does not grow asks for memory.
-  std::vector<std::pair<SeqId, size_t>> append_counts;
+  std::vector<AppendCount> append_counts;
   mutable std::vector<BlockCount> growth_counts;
   std::vector<uint8_t*> write_blocks;   // scratch of Write
   std::vector<UnitRecord*> mass_units;  // scratch of AddMass
@@ -270,7 +277,7 @@ struct KvCache::Impl {
   static bool IsToken(uint32_t code) { return (code & kEvictedMark) == 0; }
   static uint32_t CellCode(TokenRef ref) { return ref.window * kMaxWindow + ref.offset; }
   Status CheckAppend(std::span<const TokenSpec> tokens);
-  size_t CountRunWindows(std::span<const TokenSpec> run, bool first) const;
+  bool RunGoesOn(std::span<const TokenSpec> run) const;
   void ReserveAppend(std::span<const TokenSpec> tokens);
   Status Append(std::span<const TokenSpec> tokens, std::vector<TokenRef>& refs);
   TokenRef AppendOne(const TokenSpec& t);
@@ -288,6 +295,8 @@ struct KvCache::Impl {
   void DropSequence(SeqId id);
   void RemoveUnit(uint32_t il, UnitRecord& u);
   void FinishChange();
+  uint32_t RoomBehindTail(const Sequence& s, uint64_t& appended) const;
+  uint32_t CountFreshWindows(uint64_t appended, uint32_t n) const;
   uint32_t CountNewWindows(const Sequence& s, uint32_t n) const;
   uint32_t* CellsOf(WindowId w) { return window_cells.data() + size_t{w} * config.window; }
   const uint32_t* CellsOf(WindowId w) const {

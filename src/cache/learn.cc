@@ -65,14 +65,16 @@ bool KvCache::Impl::HoldsCodes(uint32_t il) const {
 void KvCache::Impl::Teach(uint32_t il, size_t max_tokens, codecs::CodecLearner& learner) const {
   const ShapeStore& p = StoreOf(il);
   const uint32_t d = p.shape.head_dim, dv = p.shape.head_dim_v;
-  std::vector<const UnitRecord*> units;
+  std::vector<const UnitRecord*> units, sinks;
   for (const auto& s : sequences) {
     if (!s) continue;
     for (const UnitRecord& u : s->layers[il].units) {
-      // Sinks are unlike all other tokens, and never packed.
-      if (u.full() && !windows[u.window].has(WindowRecord::kSink)) units.push_back(&u);
+      if (u.full()) (windows[u.window].has(WindowRecord::kSink) ? sinks : units).push_back(&u);
     }
   }
+  // Sinks are unlike all other tokens, and packed only where bytes are so short that little else is
+  // held.
+  if (units.empty()) units.swap(sinks);
   const size_t n_tokens = units.size() * config.window;
   const size_t step = std::max<size_t>(1, (n_tokens + max_tokens - 1) / max_tokens);
   uint16_t row[kMaxHeadDim];

@@ -51,6 +51,13 @@ TEST(LearnTest, StatisticsAreThoseOfTheRows) {
   EXPECT_LE(e.cache().CodecStatistics(0, 40)[0].n, 40u) << "thinned";
 }
 
+// A budget that is short for many sequences packs sinks, too, and the codec must be made of something.
+TEST(LearnTest, SinksTeachWhereNothingElseIsHeld) {
+  Engine e = MakeEngine();
+  ASSERT_TRUE(e.Prompt(e.NewSequence(0), WaterFill().sinks, 30).ok());
+  EXPECT_EQ(e.cache().CodecStatistics(0, 1000)[0].n, WaterFill().sinks);
+}
+
 TEST(LearnTest, GivenStatisticsMakeTheCodec) {
   Engine teacher = MakeEngine(), given = MakeEngine(), own = MakeEngine();
   ASSERT_TRUE(teacher.Prompt(teacher.NewSequence(0), 100, 30).ok());

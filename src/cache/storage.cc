@@ -271,9 +271,15 @@ Status KvCache::Impl::CreateUnits(uint32_t il, std::span<const TokenRef> refs) {
   for (const Side s : kBothSides) CountBlock(blocks, full.pool(s), fresh.size());
   Status grown;
   try {
+    SeqId last = kNone;
     for (const WindowId w : fresh) {
-      LayerSeq& ls = sequences[windows[w].seq]->layers[il];
-      GrowUnits(ls, ls.units.size() + fresh.size());
+      const SeqId seq = windows[w].seq;
+      if (seq == last) continue;
+      last = seq;
+      const auto n = std::count_if(fresh.begin(), fresh.end(),
+                                   [&](WindowId id) { return windows[id].seq == seq; });
+      LayerSeq& ls = sequences[seq]->layers[il];
+      GrowUnits(ls, ls.units.size() + static_cast<size_t>(n));
     }
   } catch (const std::bad_alloc&) {
     grown = OutOfMemory();

@@ -59,34 +59,41 @@ void KvCache::Impl::GrowRopeTables(int32_t pos) {
   max_pos = std::max(pos, max_pos);
 }
 
-/// New windows that `n` more tokens with consecutive positions make.
-uint32_t KvCache::Impl::CountNewWindows(const Sequence& s, uint32_t n) const {
+/// Room of the sequence's last window for tokens right behind its tail. appended: becomes what the
+/// sequence has had up to there, if there is room.
+uint32_t KvCache::Impl::RoomBehindTail(const Sequence& s, uint64_t& appended) const {
+  appended = s.appended;
+  if (s.windows.empty()) return 0;
+  const WindowRecord& w = windows[s.windows.back()];
+  const uint32_t kept = 32 - static_cast<uint32_t>(std::countl_zero(w.live));
+  const bool goes_on = s.tail.window == s.windows.back() && s.tail.offset + 1 == kept;
+  if (!goes_on || w.has(WindowRecord::kSealed) || w.has(WindowRecord::kHidden)) return 0;
+  appended -= std::min<uint64_t>(appended, w.n_tokens - kept);
+  const uint64_t room = config.window - kept;
+  if (!w.has(WindowRecord::kSink)) return static_cast<uint32_t>(room);
+  const uint64_t sinks = config.sinks > appended ? config.sinks - appended : 0;
+  return static_cast<uint32_t>(std::min(room, sinks));
+}
+
+/// Windows that `n` tokens with consecutive positions make, of a sequence that has had `appended`
+/// and whose last window takes none of them.
+uint32_t KvCache::Impl::CountFreshWindows(uint64_t appended, uint32_t n) const {
   const uint32_t w_len = config.window;
-  uint64_t appended = s.appended;
   uint32_t count = 0;
-  const auto take = [&](uint64_t room) {
-    const uint32_t taken = static_cast<uint32_t>(std::min<uint64_t>(room, n));
+  for (; n > 0 && appended < config.sinks; ++count) {
+    const auto taken =
+        static_cast<uint32_t>(std::min<uint64_t>({w_len, config.sinks - appended, uint64_t{n}}));
     n -= taken;
     appended += taken;
-  };
-  if (!s.windows.empty()) {
-    const WindowRecord& w = windows[s.windows.back()];
-    const uint32_t kept = 32 - static_cast<uint32_t>(std::countl_zero(w.live));
-    const bool goes_on = s.tail.window == s.windows.back() && s.tail.offset + 1 == kept;
-    if (goes_on && !w.has(WindowRecord::kSealed) && !w.has(WindowRecord::kHidden)) {
-      uint64_t room = w_len - kept;
-      appended -= std::min<uint64_t>(appended, w.n_tokens - kept);
-      if (w.has(WindowRecord::kSink)) {
-        room = std::min<uint64_t>(room, config.sinks > appended ? config.sinks - appended : 0);
-      }
-      take(room);
-    }
-  }
-  while (n > 0 && appended < config.sinks) {
-    take(std::min<uint64_t>(w_len, config.sinks - appended));
-    ++count;
   }
   return count + (n + w_len - 1) / w_len;
+}
+
+/// New windows that `n` more tokens with consecutive positions make.
+uint32_t KvCache::Impl::CountNewWindows(const Sequence& s, uint32_t n) const {
+  uint64_t appended = 0;
+  const uint32_t taken = std::min(n, RoomBehindTail(s, appended));
+  return CountFreshWindows(appended + taken, n - taken);
 }
 
 Status KvCache::Impl::CheckAppend(std::span<const TokenSpec> tokens) {
@@ -110,32 +117,25 @@ Status KvCache::Impl::CheckAppend(std::span<const TokenSpec> tokens) {
   return {};
 }
 
-/// New windows that tokens [begin, end) of a step make at most: consecutive ones of one sequence.
-/// They may be the first of their sequence in the step, and go on where it stands.
-size_t KvCache::Impl::CountRunWindows(std::span<const TokenSpec> run, bool first) const {
+/// True if a run's first token stands right behind its sequence's tail, and none takes tokens of the
+/// sequence back.
+bool KvCache::Impl::RunGoesOn(std::span<const TokenSpec> run) const {
   const Sequence& s = *sequences[run[0].seq];
-  const auto n = static_cast<uint32_t>(run.size());
-  const bool steady = std::none_of(run.begin(), run.end(), [&](const TokenSpec& t) {
+  if (s.windows.empty() || s.tail.window != s.windows.back()) return false;
+  const WindowRecord& w = windows[s.windows.back()];
+  if (w.has(WindowRecord::kPositional) != run[0].positional) return false;
+  if (run[0].positional && w.PosOf(s.tail.offset + 1) != run[0].pos) return false;
+  return std::none_of(run.begin(), run.end(), [&](const TokenSpec& t) {
     const uint32_t held = Cell(s.stream, t.cell);
     if (held == kNone || !IsToken(held)) return false;
     const TokenRef old{held / kMaxWindow, held % kMaxWindow};
-    return TakesBack(t, old) || (!s.windows.empty() && old.window == s.windows.back());
+    return TakesBack(t, old) || old.window == s.windows.back();
   });
-  if (first && steady && s.windows.empty()) return CountNewWindows(s, n);
-  if (first && steady) {
-    const WindowRecord& w = windows[s.windows.back()];
-    const uint32_t kept = 32 - static_cast<uint32_t>(std::countl_zero(w.live));
-    const bool goes_on = w.has(WindowRecord::kPositional) == run[0].positional &&
-                         (!run[0].positional || w.PosOf(kept) == run[0].pos);
-    if (goes_on && s.tail.window == s.windows.back()) return CountNewWindows(s, n);
-  }
-  const size_t w_len = config.window;  // a window may end early: with the sinks, or before a gap
-  return std::min<size_t>(n, n / w_len + 3 + (config.sinks + w_len - 1) / w_len);
 }
 
 /// Room for everything that AppendOne adds for the tokens of a step.
 void KvCache::Impl::ReserveAppend(std::span<const TokenSpec> tokens) {
-  std::vector<std::pair<SeqId, size_t>>& counts = append_counts;  // new windows by sequence
+  std::vector<AppendCount>& counts = append_counts;
   counts.clear();
   size_t n_all = 0;
   for (size_t i = 0, end = 0; i < tokens.size(); i = end) {
@@ -147,17 +147,23 @@ void KvCache::Impl::ReserveAppend(std::span<const TokenSpec> tokens) {
       if (t.positional && next.pos != t.pos + ahead) break;
       GrowCells(sequences[t.seq]->stream, next.cell);
     }
-    auto count =
-        std::find_if(counts.begin(), counts.end(), [&](const auto& c) { return c.first == t.seq; });
+    const auto run = tokens.subspan(i, end - i);
+    const auto n = static_cast<uint32_t>(run.size());
+    const Sequence& s = *sequences[t.seq];
+    auto count = std::find_if(counts.begin(), counts.end(),
+                              [&](const AppendCount& c) { return c.seq == t.seq; });
     const bool first = count == counts.end();
-    if (first) count = counts.insert(count, {t.seq, 0});
-    const size_t n = CountRunWindows(tokens.subspan(i, end - i), first);
-    count->second += n;
-    n_all += n;
+    if (first) count = counts.insert(count, {t.seq, 0, 0});
+    const uint32_t n_windows = first && RunGoesOn(run)
+                                   ? CountNewWindows(s, n)
+                                   : CountFreshWindows(s.appended + count->n_tokens, n);
+    count->n_tokens += n;
+    count->n_windows += n_windows;
+    n_all += n_windows;
   }
   GrowWindows(n_all);
-  for (const auto& [seq, n] : counts) {
-    GrowTight(sequences[seq]->windows, sequences[seq]->windows.size() + n);
+  for (const AppendCount& c : counts) {
+    GrowTight(sequences[c.seq]->windows, sequences[c.seq]->windows.size() + c.n_windows);
   }
 }
 

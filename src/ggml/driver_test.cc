@@ -54,10 +54,8 @@ Host::Host(uint32_t seed) : random(seed) {
   config = "preset=qevict,check=1," +
            OneOf({"codec=kivi", "codec=kivi,bits=4", "codec=wf", "codec=wf,rungs=4/2.5/1.5",
                   "codec=zipcache", "codec=token,bits=8", "codec=kvquant"});
-  // The least budget is for one sequence: more of them need more.
-  config += n_seqs > 2 ? OneOf({",budget=512KiB", ",budget=1MiB"})
-                       : OneOf({",budget=1%", ",budget=20%", ",budget=40%", ",budget=70%",
-                                ",budget=1KiB", ",budget=96KiB", ",budget=256KiB"});
+  config += OneOf({",budget=1%", ",budget=20%", ",budget=40%", ",budget=70%", ",budget=1KiB",
+                   ",budget=96KiB", ",budget=256KiB"});
   config += OneOf({",window=8", ",window=16", ",window=32"});
   config += OneOf({"", ",prefill=full", ",prefill=bounded"});
   config += OneOf({"", ",promotion=none", ",promotion=pinned"});

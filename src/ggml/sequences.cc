@@ -107,8 +107,24 @@ void SequenceReader::AddRow(SeqId seq, size_t row) {
     rows->follows = cache_->n_tokens(seq) > 0 || in(branches_);
     rows->taken_back = in(tails_lost_);
   }
+  rows->n_breaks += GoesOn(*rows, row) ? 0 : 1;
   ++rows->rows;
   rows->last = static_cast<uint32_t>(row);
+}
+
+/// True if a row of a sequence stands right behind its token before it, in this step or in the cache.
+bool SequenceReader::GoesOn(const SeqRows& rows, size_t row) const {
+  const TokenSpec& token = step_.tokens[row];
+  if (rows.rows > 0) {
+    const TokenSpec& before = step_.tokens[rows.last];
+    return before.positional == token.positional &&
+           (!token.positional || before.pos + 1 == token.pos);
+  }
+  const TokenRef tail = cache_->tail(rows.seq);
+  if (tail.window == kNone) return true;  // a window begins anyway
+  const bool positional = cache_->info(tail.window).pos_stride != 0;
+  return positional == token.positional &&
+         (!positional || cache_->tail_pos(rows.seq) + 1 == token.pos);
 }
 
 /// A token follows the newest token that its row sees, in this step or in the cache. One that sees

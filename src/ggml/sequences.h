@@ -26,6 +26,7 @@ struct SeqRows {
   SeqId seq = kNone;
   uint32_t rows = 0;
   uint32_t last = 0;        ///< index of the newest one among the step's tokens
+  uint32_t n_breaks = 0;    ///< see StepRows
   bool follows = false;     ///< the sequence had tokens before the step
   bool taken_back = false;  ///< tokens of its last step were taken back
   StepKind kind = StepKind::kAuto;
@@ -80,6 +81,7 @@ class SequenceReader {
   SeqId NewSequence(uint32_t stream);
   SeqRows* RowsOf(SeqId seq);
   void AddRow(SeqId seq, size_t row);
+  bool GoesOn(const SeqRows& rows, size_t row) const;
   Seen NewestSeen(size_t row);
   Seen NewestSeenOf(SeqId seq, size_t row);
   Seen EvictedSeen(size_t row);

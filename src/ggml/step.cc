@@ -151,7 +151,7 @@ Status CacheGroup::RouteDue(OmpPool& pool) {
   sequences_.NotePhases(phase_);
   demands_.clear();
   for (const SeqRows& entry : sequences_.rows())
-    demands_.push_back({entry.seq, entry.rows, entry.kind});
+    demands_.push_back({entry.seq, entry.rows, entry.kind, entry.n_breaks});
   const ScopedTimer timer(timers_.route_ns);
   QEVICT_RETURN_IF_ERROR(cache_->PrepareStep(demands_, pool));
   if (cache_->overdrawn()) WarnOfBudget();
