@@ -1,7 +1,7 @@
 // The command as people run it: exit codes, one sentence per error, output that programs can read.
 #include <map>
 
-#include "cli/command_support.h"
+#include "cli/testing/command.h"
 #include "qevict/config.h"
 
 namespace qevict::cli {
