@@ -68,4 +68,20 @@ inline std::vector<Json> Lines(const std::string& text) {
   return lines;
 }
 
+/// Fields of every line of CSV whose fields have no line breaks.
+inline std::vector<size_t> CsvWidths(const std::string& text) {
+  std::vector<size_t> widths;
+  std::istringstream in(text);
+  for (std::string line; std::getline(in, line);) {
+    size_t n = 1;
+    bool quoted = false;
+    for (const char c : line) {
+      if (c == '"') quoted = !quoted;
+      n += c == ',' && !quoted ? 1 : 0;
+    }
+    widths.push_back(n);
+  }
+  return widths;
+}
+
 }  // namespace qevict::cli
