@@ -12,6 +12,7 @@
 
 #include <array>
 #include <cstdint>
+#include <iterator>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -53,6 +54,19 @@ enum class Stat : uint8_t {
 };
 using StatSet = uint32_t;  ///< bit (1 << Stat)
 constexpr StatSet Bit(Stat s) { return 1u << static_cast<unsigned>(s); }
+
+/// What a column is and what collecting it takes, in the order of Stat.
+struct StatInfo {
+  std::string_view name, meaning;
+  uint32_t window_bytes;  ///< of each window of a group, charged to the budget
+  uint32_t token_bytes;   ///< of each token of a group, while an event lasts; not charged
+};
+inline constexpr StatInfo kStatInfo[] = {
+    {"score", "attention of the prompt's last rows and of all generated ones", 8, 0},
+    {"prompt_mass", "attention of the prompt's last rows", 4, 0},
+    {"decode_mass", "attention of generated rows", 4, 0},
+    {"observation", "attention of the prompt's last rows, token by token", 0, 4}};
+static_assert(std::size(kStatInfo) == static_cast<size_t>(Stat::kCount));
 
 /// One group: the windows of one sequence in one layer (or one kv head of it), oldest first.
 /// Windows that are gone in this group are not listed.
@@ -123,6 +137,7 @@ struct Policy {
   std::string_view name;
   std::string_view source;   ///< paper and section
   std::string_view summary;  ///< one line
+  std::string_view rule;     ///< how it decides, a few sentences
   StatSet needs;
   std::span<const PolicyParam> params;
   bool (*due)(const Phase&, const Config&);

@@ -1,7 +1,7 @@
 // What the command measures: divergence, perplexity, calibration.
 #include <map>
 
-#include "cli/command_support.h"
+#include "cli/testing/command.h"
 
 namespace qevict::cli {
 namespace {

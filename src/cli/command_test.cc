@@ -1,8 +1,9 @@
 // The command as people run it: exit codes, one sentence per error, output that programs can read.
 #include <map>
 
-#include "cli/command_support.h"
+#include "cli/testing/command.h"
 #include "qevict/config.h"
+#include "qevict/policy.h"
 
 namespace qevict::cli {
 namespace {
@@ -69,6 +70,7 @@ TEST_F(CommandTest, UsageErrorsAreOneSentenceAndCode2) {
       {"eval kld -m " + model + " -f " + Book() + " --pack-all --budget 20%",
        "--pack-all and --budget 20% exclude"},
       {"eval kld -m " + model + " -f " + Book() + " --temp 1", "--temp requires --generate"},
+      {"policies --explain magic", "policy=magic does not exist: expected one of full, streaming"},
       {"calibrate codec -m " + model, "there is no text"},
       {"eval ppl -m " + Tiny("gpt2-hd64") + " -f " + Book() + " --chunks 1 --prompt 5000 --score 8",
        "positions that this model has learned"},
@@ -110,7 +112,7 @@ TEST_F(CommandTest, ModelsThatQevictCannotHoldAreRefused) {
 
 TEST_F(CommandTest, HelpOfEveryCommand) {
   for (const char* command :
-       {"", "run", "serve", "plan", "info", "eval", "eval kld", "eval ppl", "calibrate",
+       {"", "run", "serve", "plan", "policies", "info", "eval", "eval kld", "eval ppl", "calibrate",
         "calibrate codec", "bench", "bench model", "bench attention", "bench codecs"}) {
     const Outcome o = Qevict(std::string(command) + " --help");
     EXPECT_EQ(o.code, 0) << command;
@@ -152,6 +154,41 @@ TEST_F(CommandTest, InfoSaysWhatThereIs) {
   std::string rest = legal.substr(legal.find("expected"));
   std::erase_if(rest, [](char c) { return c == ',' || c == ' '; });
   EXPECT_EQ(rest, "expectedor");
+}
+
+// What is listed is what a configuration can name, as the policies describe themselves.
+TEST_F(CommandTest, PoliciesAreListedAndExplained) {
+  const Json list = Json::parse(Qevict("policies -o json").out)["policies"];
+  ASSERT_EQ(list.size(), Policies().size());
+  const std::string table = Qevict("policies").out, csv = Qevict("policies -o csv").out;
+  for (size_t i = 0; i < list.size(); ++i) {
+    const Policy& policy = *Policies()[i];
+    const std::string name(policy.name);
+    EXPECT_EQ(list[i]["name"], name);
+    EXPECT_EQ(list[i]["parameters"].size(), policy.params.size());
+    EXPECT_TRUE(ParseConfig("policy=" + name).ok()) << name;
+    EXPECT_NE(table.find("| " + name), std::string::npos) << table;
+    EXPECT_NE(csv.find("\n" + name + ","), std::string::npos) << csv;
+    const Outcome one = Qevict("policies --explain " + name);
+    EXPECT_EQ(one.code, 0) << one.err;
+    EXPECT_EQ(one.out.rfind(name + ": " + std::string(policy.summary), 0), 0u) << one.out;
+    for (const PolicyParam& p : policy.params)
+      EXPECT_NE(one.out.find("| " + std::string(p.name)), std::string::npos) << one.out;
+    EXPECT_NE(one.out.find("charged to the budget"), std::string::npos) << one.out;
+  }
+  const Json ladder = Json::parse(Qevict("policies --explain ladder -o json").out);
+  EXPECT_EQ(ladder["parameters"][0]["name"], "floor");
+  EXPECT_EQ(ladder["parameters"][0]["default"], 1.0);
+  EXPECT_EQ(ladder["parameters"][0]["highest"], 100.0);
+  EXPECT_EQ(ladder["reads"][0]["name"], "score");
+}
+
+TEST_F(CommandTest, EveryCsvHasOneTable) {
+  for (const char* command : {"policies --explain snapkv", "policies", "info"}) {
+    const std::vector<size_t> widths = CsvWidths(Qevict(std::string(command) + " -o csv").out);
+    ASSERT_GT(widths.size(), 1u) << command;
+    for (const size_t width : widths) EXPECT_EQ(width, widths[0]) << command;
+  }
 }
 
 TEST_F(CommandTest, RunStreamsTextAndReportsOnStderr) {

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <numeric>
 
-#include "cli/kld.h"
 #include "cli/progress.h"
+#include "cli/quantile.h"
 
 namespace qevict::cli {
 namespace {
@@ -93,11 +93,7 @@ double Generation::tpot_ms() const {
   return std::accumulate(itl_ms.begin(), itl_ms.end(), 0.0) / static_cast<double>(itl_ms.size());
 }
 
-double Generation::itl_quantile_ms(double q) const {
-  std::vector<double> sorted = itl_ms;
-  std::sort(sorted.begin(), sorted.end());
-  return Quantile(sorted, q);
-}
+double Generation::itl_quantile_ms(double q) const { return QuantileOf(itl_ms, q); }
 
 Result<Generation> Generate(const Model& model, Context& context, llama_sampler* sampler,
                             std::span<const llama_token> prompt, uint32_t n_predict,

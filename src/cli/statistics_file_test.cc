@@ -5,7 +5,7 @@
 #include <filesystem>
 #include <fstream>
 
-#include "cli/command_support.h"
+#include "cli/testing/command.h"
 
 namespace qevict::cli {
 namespace {

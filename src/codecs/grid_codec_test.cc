@@ -16,7 +16,7 @@
 #include "codecs/nqkv.h"
 #include "codecs/ott.h"
 #include "codecs/zipcache.h"
-#include "kernels/reference.h"
+#include "kernels/problems/reference.h"
 
 namespace qevict::codecs {
 namespace {

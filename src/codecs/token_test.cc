@@ -8,7 +8,7 @@
 #include <random>
 
 #include "codecs/grid.h"
-#include "kernels/reference.h"
+#include "kernels/problems/reference.h"
 
 namespace qevict::codecs {
 namespace {

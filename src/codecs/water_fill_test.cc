@@ -7,7 +7,7 @@
 #include <numeric>
 #include <random>
 
-#include "kernels/reference.h"
+#include "kernels/problems/reference.h"
 
 namespace qevict::codecs {
 namespace {

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "kernels/attention.h"
-#include "kernels/attention_test_util.h"
-#include "kernels/bench_util.h"
+#include "kernels/problems/layer_problem.h"
+#include "kernels/problems/problem.h"
 
 namespace qevict::kernels {
 namespace {

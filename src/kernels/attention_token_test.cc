@@ -8,8 +8,8 @@
 #include <string>
 
 #include "kernels/attention.h"
-#include "kernels/attention_test_util.h"
-#include "kernels/isa_test.h"
+#include "kernels/problems/problem.h"
+#include "kernels/testing/isa_test.h"
 
 namespace qevict::kernels {
 namespace {

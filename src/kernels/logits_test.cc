@@ -9,7 +9,7 @@
 #include <span>
 #include <vector>
 
-#include "kernels/isa_test.h"
+#include "kernels/testing/isa_test.h"
 
 namespace qevict::kernels {
 namespace {

@@ -118,12 +118,17 @@ Plan PlanAdaKv(const View& view, const Budget& budget, const Config& config) {
 
 }  // namespace
 
-const Policy kAdaKvPolicy{"adakv",
-                          "arXiv 2407.11550 (AdaKV), section 3",
-                          "as snapkv, with the heads of a layer sharing their windows (per_head)",
-                          Bit(Stat::kPromptMass) | Bit(Stat::kObservation),
-                          kParams,
-                          DueEveryInterval,
-                          PlanAdaKv};
+const Policy kAdaKvPolicy{
+    "adakv",
+    "arXiv 2407.11550 (AdaKV), section 3",
+    "as snapkv, with the heads of a layer sharing their windows (per_head)",
+    "Every kv head ranks its windows as snapkv does. Of the N windows that "
+    "fit into a layer, a head gets as many as it has among the layer's N best, "
+    "except for the share alpha that all heads get alike, and keeps its own "
+    "best ones. Without per_head=true a layer is one group, as with snapkv.",
+    Bit(Stat::kPromptMass) | Bit(Stat::kObservation),
+    kParams,
+    DueEveryInterval,
+    PlanAdaKv};
 
 }  // namespace qevict

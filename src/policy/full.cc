@@ -26,6 +26,7 @@ const Policy kFullPolicy{
     "full",
     "",
     "keeps everything in full precision",
+    "Nothing is ever packed or evicted, and no budget is looked at.",
     0,
     {},
     [](const Phase&, const Config&) { return false; },

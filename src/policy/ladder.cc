@@ -135,6 +135,11 @@ Plan PlanLadder(const View& view, const Budget& budget, const Config& config) {
 const Policy kLadderPolicy{"ladder",
                            "marginal gain of error per byte; see src/policy/ladder.cc",
                            "spends bytes over all layers and windows where they save most error",
+                           "Every window begins as evicted. The step to a better format (see "
+                           "rungs=) that saves most expected error per byte is taken first, over "
+                           "all layers and sequences, as long as bytes are left: expected error is "
+                           "the format's distortion, weighed by the attention that a row gave the "
+                           "window.",
                            Bit(Stat::kScore),
                            kParams,
                            DueEveryInterval,

@@ -21,6 +21,9 @@ HistoryPlan PlanPack(const HistoryInput& input, const Config&) {
 const Policy kPackPolicy{"pack",
                          "arXiv 2402.02750 (KIVI), section 3",
                          "packs all history, evicts the oldest if it must",
+                         "Whatever is neither sink nor recent is packed at the next event, also "
+                         "while full precision would fit. If packed windows do not fit either, the "
+                         "oldest are evicted. Attention plays no part.",
                          0,
                          {},
                          DueEveryInterval,

@@ -63,8 +63,9 @@ const Policy& PolicyOf(const Config& config) {
 Status CheckPolicy(const Config& config) {
   if (!config.policy.empty() && FindPolicy(config.policy) == nullptr) {
     std::string names;
-    for (const Policy* policy : kPolicies) names += " " + std::string(policy->name);
-    return InvalidArgument("policy=" + config.policy + " does not exist: expected one of" + names);
+    for (const Policy* policy : kPolicies)
+      names += (names.empty() ? "" : ", ") + std::string(policy->name);
+    return InvalidArgument("policy=" + config.policy + " does not exist: expected one of " + names);
   }
   const Policy& policy = PolicyOf(config);
   for (std::string_view rest = config.params; !rest.empty();) {

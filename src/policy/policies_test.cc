@@ -18,6 +18,8 @@ TEST(PoliciesTest, NamesAreUniqueAndPresetsHaveOne) {
     EXPECT_TRUE(names.insert(policy->name).second) << policy->name;
     EXPECT_EQ(FindPolicy(policy->name), policy);
     EXPECT_FALSE(policy->summary.empty());
+    EXPECT_TRUE(policy->rule.ends_with(".")) << policy->name;
+    EXPECT_LT(policy->needs, 1u << static_cast<unsigned>(Stat::kCount));
   }
   for (const Preset preset : {Preset::kFull, Preset::kStreaming, Preset::kQEvict, Preset::kPack})
     EXPECT_NE(FindPolicy(PresetName(preset)), nullptr) << PresetName(preset);

@@ -194,6 +194,12 @@ const Policy kQEvictPolicy{
     "qevict",
     "arXiv 2608.05326 (QEvict)",
     "ranks history by attention: full precision, packed, evicted; both ways",
+    "The bytes for a layer's history are divided: the share q belongs to packed windows, the rest "
+    "to "
+    "full precision. Windows are ranked by the attention that fell on them; the best that fit are "
+    "full precision, the next are packed, the others are evicted for good. A window is packed "
+    "once: "
+    "one that returns to full precision keeps its codes for the next time.",
     Bit(Stat::kScore),
     {},
     DueEveryInterval,

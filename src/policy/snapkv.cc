@@ -46,6 +46,11 @@ Plan PlanSnapKv(const View& view, const Budget& budget, const Config& config) {
 const Policy kSnapKvPolicy{"snapkv",
                            "arXiv 2404.14469 (SnapKV), section 4",
                            "keeps what the prompt's last rows looked at, evicts the rest",
+                           "Attention of the prompt's last init_rows rows is pooled over "
+                           "neighbouring tokens and averaged over each window. The best windows "
+                           "stay in full precision as long as they fit, the same number in every "
+                           "layer; the rest is evicted. Generated windows push out the prompt's "
+                           "lowest, then their own oldest.",
                            Bit(Stat::kPromptMass) | Bit(Stat::kObservation),
                            kParams,
                            DueEveryInterval,

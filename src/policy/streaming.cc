@@ -30,6 +30,8 @@ const Policy kStreamingPolicy{
     "streaming",
     "arXiv 2309.17453 (StreamingLLM), section 3",
     "keeps the first and the newest tokens in full precision",
+    "Sinks and recents stay, and as many of the newest other windows as fit, all in full precision "
+    "and at their original positions. Attention plays no part. What leaves is evicted for good.",
     0,
     {},
     DueEveryInterval,

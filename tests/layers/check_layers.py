@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Reads the #include lines of the project and fails on an edge that the module table does not have.
+"""Reads the #include lines of the project and fails on an edge that the tables below do not have.
 
-Also fails on a source file under src/ or include/ with more than MAX_LINES lines.
+Modules include what ALLOWED says; folders inside a module have rules of their own in PARTS; helpers of tests are
+included by tests and microbenchmarks alone, so that no product code depends on them. Also fails on a source file under
+src/ or include/ with more than MAX_LINES lines.
 """
 
 import argparse
@@ -17,31 +19,62 @@ ALLOWED = {
     "kernels": {"base"},
     "codecs": {"base", "kernels"},
     "policy": {"base"},
-    "diagnostics": {"base"},
     "store": {"base"},
     "cache": {"base", "kernels", "codecs", "policy", "store"},
     "ggml": {"base", "kernels", "codecs", "cache"},
-    "cli": {"base", "kernels", "codecs", "policy", "cache", "ggml", "diagnostics", "eval"},
-    "eval": {"base", "kernels", "codecs", "cache", "ggml", "diagnostics"},
+    "cli": {"base", "kernels", "codecs", "policy", "cache", "ggml"},
 }
+# Folders inside a module, and who may include their headers beside themselves and tests. They may include the rest of
+# their module, which must not include them.
+PARTS = {
+    "kernels/problems": {"cli/bench"},
+    "cli/eval": {"cli/bench"},
+    "cli/bench": set(),
+}
+# Helpers of tests: these folders and headers, wherever they stand.
+TEST_FOLDERS = {"testing"}
+TEST_HEADERS = {"testing.h", "test_support.h"}
+TEST_SOURCES = ("_test.cc", "_bench.cc")
 # Headers of llama.cpp, and the modules that may see them.
 FOREIGN = [
     (re.compile(r"^(ggml|gguf)[\w.-]*\.h(pp)?$"), {"ggml"}),
-    (re.compile(r"^llama[\w.-]*\.h$"), {"cli", "eval"}),
+    (re.compile(r"^llama[\w.-]*\.h$"), {"cli"}),
 ]
-INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
+INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]')
 SUFFIXES = {".h", ".cc", ".inc"}
 
 
 def module_of(path):
-    """Module of a path relative to the root: src/<module>/..., eval/..., or `include`."""
+    """Module of a path relative to the root: src/<module>/... or `include`."""
     parts = path.parts
     if parts[0] == "src":
         return parts[1] if len(parts) > 2 else None
     return parts[0]
 
 
-def check_include(module, quote, target):
+def part_of(path):
+    """The folder of PARTS in which a path below src/ lies, or None."""
+    return next((part for part in PARTS if path.is_relative_to(part)), None)
+
+
+def is_test_helper(path):
+    return path.name in TEST_HEADERS or bool(TEST_FOLDERS & set(path.parts[:-1]))
+
+
+def check_part(path, target):
+    """One sentence if the file `path` may not include the header `target` (both below src/) for its folder, else None."""
+    if is_test_helper(path) or path.name.endswith(TEST_SOURCES):
+        return None
+    if is_test_helper(target):
+        return f"includes {target}, a helper of tests; only tests and microbenchmarks may"
+    part = part_of(target)
+    if part and part_of(path) not in PARTS[part] | {part}:
+        allowed = ", ".join(sorted(PARTS[part] | {part}))
+        return f"includes {target}; only {allowed} and tests may"
+    return None
+
+
+def check_include(module, target):
     """One sentence if `module` may not include `target`, else None."""
     if ".." in pathlib.PurePosixPath(target).parts:
         return f"includes {target} by a relative path; write the path from src/ or include/"
@@ -65,7 +98,7 @@ def check(root):
     problems = []
     files = sorted(
         path
-        for folder in ("include", "src", "eval")
+        for folder in ("include", "src")
         for path in (root / folder).rglob("*")
         if path.suffix in SUFFIXES and path.is_file()
     )
@@ -76,12 +109,15 @@ def check(root):
             problems.append(f"{relative}: lies in no known module; add it to {pathlib.Path(__file__).name}")
             continue
         lines = path.read_text(encoding="utf-8").splitlines()
-        if relative.parts[0] != "eval" and len(lines) > MAX_LINES:
+        if len(lines) > MAX_LINES:
             problems.append(f"{relative}: has {len(lines)} lines, the limit is {MAX_LINES}; split it")
         for number, line in enumerate(lines, start=1):
             match = INCLUDE.match(line)
             if match:
-                problem = check_include(module, *match.groups())
+                target = match.group(1)
+                problem = check_include(module, target)
+                if not problem and relative.parts[0] == "src":
+                    problem = check_part(relative.relative_to("src"), pathlib.PurePosixPath(target))
                 if problem:
                     problems.append(f"{relative}:{number}: {problem}")
     return files, problems

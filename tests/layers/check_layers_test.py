@@ -48,6 +48,27 @@ class CheckLayersTest(unittest.TestCase):
     def test_unknown_module_fails(self):
         self.assertEqual(1, len(self.problems({"src/misc/a.cc": "\n"})))
 
+    def test_product_code_sees_no_test_helper(self):
+        for header in ("kernels/testing/isa_test.h", "cache/test_support.h", "policy/testing.h"):
+            for source, expected in (("a.cc", 1), ("a_test.cc", 0), ("a_bench.cc", 0), ("testing/a.cc", 0)):
+                problems = self.problems({f"src/cache/{source}": f'#include "{header}"\n'})
+                self.assertEqual(expected, len(problems), f"{source} {header} {problems}")
+
+    def test_folders_inside_a_module(self):
+        for source, header, expected in (
+            ("cli/run.cc", "cli/bench/stats.h", 1),
+            ("cli/run.cc", "cli/eval/kld.h", 1),
+            ("cli/eval/kld.cc", "cli/bench/stats.h", 1),
+            ("cli/bench/model.cc", "cli/eval/kld.h", 0),
+            ("cli/bench/attention.cc", "kernels/problems/problem.h", 0),
+            ("cli/eval/kld.cc", "kernels/problems/problem.h", 1),
+            ("kernels/attention.cc", "kernels/problems/reference.h", 1),
+            ("kernels/problems/problem.cc", "kernels/attention.h", 0),
+            ("codecs/token_test.cc", "kernels/problems/reference.h", 0),
+        ):
+            problems = self.problems({f"src/{source}": f'#include "{header}"\n'})
+            self.assertEqual(expected, len(problems), f"{source} {header} {problems}")
+
     def test_long_file_fails(self):
         limit = check_layers.MAX_LINES
         self.assertEqual([], self.problems({"src/base/a.cc": "\n" * limit}))
